@@ -6,8 +6,10 @@ and is never allocated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tailrace.model.errors import ConfigError
 from tailrace.model.state_groups import StateGroup
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,3 +44,20 @@ class PageLayout:
     def first_needed_page(self, num_tokens: int) -> int:
         """Ordinal of the first page that decode after `num_tokens` tokens may read."""
         return self.group.first_needed_token(num_tokens) // self.tokens_per_page
+
+
+def single_layout(groups: Sequence[StateGroup], tokens_per_page: int, dtype: str) -> PageLayout:
+    """Geometry of a family's one state group.
+
+    Raises:
+        ConfigError: the family has another number of groups, or a dtype or size that has no pages.
+    """
+    if len(groups) != 1:
+        raise ConfigError(
+            f"the model declares {len(groups)} state groups; a page pool holds 1 (several: not built yet)"
+        )
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"pages of dtype {dtype!r} are not supported; supported are {', '.join(DTYPE_BYTES)}")
+    if tokens_per_page < 1:
+        raise ConfigError(f"tokens_per_page must be at least 1, not {tokens_per_page}")
+    return PageLayout(groups[0], tokens_per_page, dtype)

@@ -1,0 +1,153 @@
+"""A worker's pages and their generation numbers, in named shared memory that peers on the host map read-only.
+
+    [header 4096 bytes | generations uint64 * num_pages | pad to 4096 | pages num_pages * bytes_per_page]
+
+Named tailrace-<app>-<worker>-<boot>. Only the owner writes. The file is unlinked by its owner at an orderly end, or by
+the next boot of the same worker; it is never truncated and never opened for writing again, so a peer that mapped it can
+go on reading after its owner died. Plain files under /dev/shm: no resource tracker stands behind them.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from tailrace.kv_cache.layout import PageLayout
+from tailrace.model.errors import ConfigError, PeerError
+
+SHARED_MEMORY = Path("/dev/shm")
+_ALIGN = 4096
+_MAGIC = b"tailrace"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIQQQ")  # magic, version, num_pages, bytes_per_page, offset of the pages
+_NAME = re.compile(r"tailrace-[^-/]+-[^-/]+-[0-9A-Za-z_]+")
+
+
+def _escape(part: str) -> str:
+    """Letters, digits and _ as they are, all else as %xx: a dash then only ever separates the parts of a name."""
+    return "".join(c if c.isascii() and (c.isalnum() or c == "_") else f"%{ord(c):02x}" for c in part)
+
+
+def arena_name(app: str, worker: str, boot: str) -> str:
+    """Name of the arena of one boot of one worker. Raises ConfigError if a part is empty."""
+    if not (app and worker and boot):
+        raise ConfigError(f"an arena needs an application, a worker and a boot id, not {(app, worker, boot)!r}")
+    return f"tailrace-{_escape(app)}-{_escape(worker)}-{_escape(boot).replace('%', '_')}"
+
+
+def unlink_earlier(app: str, worker: str, directory: Path = SHARED_MEMORY) -> list[str]:
+    """Remove the names that earlier boots of this worker left; returns them. Peers keep what they have mapped.
+
+    To be called before this boot's own `create`. Names of other workers, applications and programs stay.
+    """
+    prefix = arena_name(app, worker, "x")[:-1]
+    removed = []
+    for entry in directory.iterdir():
+        if entry.name.startswith(prefix) and _NAME.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
+            removed.append(entry.name)
+    return removed
+
+
+class Arena:
+    """One mapping of an arena, by its owner (`create`) or by a peer (`open_read_only`).
+
+    Attributes:
+        name: tailrace-<app>-<worker>-<boot>.
+        pages: [num_pages, bytes_per_page] uint8; read-only at a peer.
+        generations: [num_pages] uint64; read-only at a peer.
+    """
+
+    def __init__(self, name: str, path: Path, memory: mmap.mmap, num_pages: int, bytes_per_page: int, at: int) -> None:
+        self.name = name
+        self._path = path
+        self.generations: np.ndarray = np.frombuffer(memory, np.uint64, num_pages, _ALIGN)
+        self.pages: np.ndarray = np.frombuffer(memory, np.uint8, num_pages * bytes_per_page, at).reshape(
+            num_pages, bytes_per_page
+        )
+
+    @classmethod
+    def create(cls, name: str, layout: PageLayout, num_pages: int, directory: Path = SHARED_MEMORY) -> Arena:
+        """Make and map a new arena; its room is allocated at once, so no later write can fail for want of it.
+
+        Raises:
+            ConfigError: it does not fit (both sizes are named), the name is taken or is not an arena's name.
+        """
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} is not an arena name; make it by arena_name")
+        at = _ALIGN + -(-num_pages * 8 // _ALIGN) * _ALIGN
+        size = at + num_pages * layout.bytes_per_page
+        path = directory / name
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise ConfigError(f"shared memory {path} exists already: two workers have one name and boot id") from None
+        try:
+            _reserve(fd, path, size)
+            memory = mmap.mmap(fd, size)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        memory[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, num_pages, layout.bytes_per_page, at)
+        return cls(name, path, memory, num_pages, layout.bytes_per_page, at)
+
+    @classmethod
+    def open_read_only(cls, name: str, directory: Path = SHARED_MEMORY) -> Arena:
+        """Map a peer's arena. Raises PeerError if it is gone or is not an arena of this version."""
+        if not _NAME.fullmatch(name):
+            raise PeerError(f"{name!r} is not an arena name")
+        path = directory / name
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise PeerError(f"shared memory {path} cannot be opened: {error.strerror}") from None
+        try:
+            size = os.fstat(fd).st_size
+            if size < _ALIGN:
+                raise PeerError(f"shared memory {path} has {size} bytes and no header")
+            memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        magic, version, num_pages, bytes_per_page, at = _HEADER.unpack(memory[: _HEADER.size])
+        if magic != _MAGIC or version != _VERSION or at + num_pages * bytes_per_page != size:
+            raise PeerError(f"shared memory {path} is not an arena of version {_VERSION}, or is not finished")
+        return cls(name, path, memory, num_pages, bytes_per_page, at)
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.shape[0]
+
+    @property
+    def bytes_per_page(self) -> int:
+        return self.pages.shape[1]
+
+    def close(self) -> None:
+        """Give up this mapping; the memory is unmapped when the last array over it is gone."""
+        self.generations = np.empty(0, np.uint64)
+        self.pages = np.empty((0, 0), np.uint8)
+
+    def unlink(self) -> None:
+        """Remove the name, by the owner; mappings stay readable."""
+        self._path.unlink(missing_ok=True)
+
+
+def _reserve(fd: int, path: Path, size: int) -> None:
+    room = os.fstatvfs(fd)
+    free = room.f_bavail * room.f_frsize
+    message = f"the page arena needs {size} bytes of shared memory, {path.parent} has {free} free"
+    if size > free:
+        raise ConfigError(message)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ConfigError(message) from None

@@ -1,0 +1,214 @@
+"""The prefix index: which published pages hold the state of which prompt prefix, and which may go first.
+
+One radix tree a namespace, whose edges are granules: as many tokens as the larger of page and block, so a node owns
+whole pages and ends at a block's end. Because a block hash names its whole prefix, a node's key is the hash of its last
+block, and nodes of a namespace are found in one dictionary.
+
+Knows pages only as numbers: the ledger (pool.py) decides whether one is in use and says so by `wake` and `rest`. Not
+thread-safe. Dies with its worker; a lost index costs recomputation, never correctness.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+from tailrace.kv_cache.block_hash import HASH_BYTES
+from tailrace.kv_cache.layout import SCRATCH_PAGE
+from tailrace.model.errors import LedgerError
+
+
+class Node:
+    """One granule of one prefix. `busy`: how many of its pages are in use. `last_used`: tick of the last match."""
+
+    __slots__ = ("busy", "children", "key", "last_used", "namespace", "pages", "parent")
+
+    def __init__(self, namespace: bytes, key: bytes, parent: Node | None, pages: tuple[int, ...]) -> None:
+        self.namespace, self.key, self.parent, self.pages = namespace, key, parent, pages
+        self.children: set[Node] = set()
+        self.busy = len(pages)
+        self.last_used = 0
+
+
+class PrefixIndex:
+    """Maps (namespace, block hashes) to pages, and orders the idle ones by least recent use, leaves first.
+
+    Args:
+        tokens_per_page: tokens a page.
+        block_tokens: tokens a block; divides tokens_per_page or is a multiple of it.
+    """
+
+    def __init__(self, tokens_per_page: int, block_tokens: int) -> None:
+        self.granule_tokens = max(tokens_per_page, block_tokens)
+        if self.granule_tokens % min(tokens_per_page, block_tokens):
+            raise ValueError(f"page of {tokens_per_page} and block of {block_tokens} tokens: neither divides the other")
+        self._hashes_per_granule = self.granule_tokens // block_tokens
+        self._pages_per_granule = self.granule_tokens // tokens_per_page
+        self._spaces: dict[bytes, dict[bytes, Node]] = {}
+        self._node_of: dict[int, Node] = {}
+        self._tick = 0
+        self._serial = 0
+        self._idle: list[tuple[int, int, Node]] = []  # heap of (last_used, serial, node); entries may be out of date
+
+    def __len__(self) -> int:
+        """Pages in the index."""
+        return len(self._node_of)
+
+    def __contains__(self, page: object) -> bool:
+        return page in self._node_of
+
+    def match(self, namespace: bytes, hashes: bytes, max_tokens: int) -> list[int]:
+        """Pages of the longest known prefix of at most `max_tokens` tokens; marks them as just used."""
+        space = self._spaces.get(namespace)
+        pages: list[int] = []
+        if space is None:
+            return pages
+        self._tick += 1
+        for key in self._keys(hashes, max_tokens):
+            node = space.get(key)
+            if node is None:
+                break
+            self._touch(node)
+            pages.extend(node.pages)
+        return pages
+
+    def insert(self, namespace: bytes, hashes: bytes, pages: Sequence[int], num_tokens: int) -> list[int]:
+        """Enter the full granules of a sequence; the first publisher of a granule wins.
+
+        Args:
+            pages: page of each ordinal from the sequence's start; stops before a granule that has a scratch page.
+
+        Returns:
+            The pages that are in the index from now on; all count as busy.
+        """
+        space = self._spaces.setdefault(namespace, {})
+        self._tick += 1
+        entered: list[int] = []
+        parent: Node | None = None
+        for i, key in enumerate(self._keys(hashes, num_tokens)):
+            own = tuple(pages[i * self._pages_per_granule : (i + 1) * self._pages_per_granule])
+            if len(own) < self._pages_per_granule:
+                raise LedgerError(f"{len(pages)} pages do not cover the {num_tokens} tokens to be published")
+            node = space.get(key)
+            if node is None:
+                if SCRATCH_PAGE in own:
+                    break
+                node = self._enter(Node(namespace, key, parent, own))
+                entered.extend(own)
+            self._touch(node)
+            parent = node
+        if not space:
+            del self._spaces[namespace]
+        return entered
+
+    def wake(self, pages: Iterable[int]) -> None:
+        """These published pages are in use now."""
+        for page in pages:
+            self._node_of[page].busy += 1
+
+    def rest(self, pages: Iterable[int]) -> None:
+        """These published pages lost their last user."""
+        for page in pages:
+            node = self._node_of[page]
+            node.busy -= 1
+            self._offer(node)
+
+    def evict(self) -> list[int]:
+        """Take the least recently used idle leaf out; returns its pages, or none if no leaf is idle."""
+        while self._idle:
+            last_used, _, node = heapq.heappop(self._idle)
+            if not self._is_idle_leaf(node):
+                continue
+            if node.last_used != last_used:  # used since it was offered
+                self._offer(node)
+                continue
+            return self._remove(node)
+        return []
+
+    def evict_around_busy(self) -> list[int]:
+        """Last resort, when no leaf is idle: take out the least recently used node with an idle page, and all below.
+
+        The idle pages may be used anew; the busy ones among those returned only lose their entry and become private to
+        their holders. None if every page is busy.
+        """
+        candidates = [node for node in set(self._node_of.values()) if node.busy < len(node.pages)]
+        if not candidates:
+            return []
+        return self._remove(min(candidates, key=lambda node: node.last_used))
+
+    def clear(self) -> list[int]:
+        """Take everything out; returns the pages, busy ones included."""
+        pages = list(self._node_of)
+        self._spaces.clear()
+        self._node_of.clear()
+        self._idle.clear()
+        return pages
+
+    def check(self, busy_pages: Iterable[int]) -> None:
+        """Raises LedgerError unless the tree is sound and its busy counts agree with `busy_pages`."""
+        busy: dict[Node, int] = {}
+        for page in busy_pages:
+            node = self._node_of[page]
+            busy[node] = busy.get(node, 0) + 1
+        for page, node in self._node_of.items():
+            if page not in node.pages or self._spaces.get(node.namespace, {}).get(node.key) is not node:
+                raise LedgerError(f"page {page} is published, but its index node is not in the tree")
+            if node.parent is not None and (
+                node not in node.parent.children or self._spaces[node.namespace].get(node.parent.key) is not node.parent
+            ):
+                raise LedgerError(f"page {page} is published under a prefix that is not")
+            if node.busy != busy.get(node, 0):
+                raise LedgerError(f"index counts {node.busy} busy pages at page {page}, the ledger {busy.get(node, 0)}")
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _keys(self, hashes: bytes, max_tokens: int) -> Iterator[bytes]:
+        step = self._hashes_per_granule * HASH_BYTES
+        for i in range(1, min(max_tokens // self.granule_tokens, len(hashes) // step) + 1):
+            yield hashes[i * step - HASH_BYTES : i * step]
+
+    def _touch(self, node: Node) -> None:
+        node.last_used = self._tick
+
+    def _enter(self, node: Node) -> Node:
+        for page in node.pages:
+            if page in self._node_of:
+                raise LedgerError(f"page {page} is cached for another prefix: nobody may publish it again")
+        if node.parent is not None:
+            node.parent.children.add(node)
+        self._spaces[node.namespace][node.key] = node
+        self._node_of.update(dict.fromkeys(node.pages, node))
+        return node
+
+    def _is_idle_leaf(self, node: Node) -> bool:
+        return not node.busy and not node.children and self._node_of.get(node.pages[0]) is node
+
+    def _offer(self, node: Node) -> None:
+        if self._is_idle_leaf(node):
+            self._serial += 1
+            heapq.heappush(self._idle, (node.last_used, self._serial, node))
+            if len(self._idle) > 64 + 4 * len(self._node_of):
+                self._forget_stale_offers()
+
+    def _forget_stale_offers(self) -> None:
+        newest = {node: (last_used, serial, node) for last_used, serial, node in sorted(self._idle, key=lambda e: e[1])}
+        self._idle = [entry for entry in newest.values() if self._is_idle_leaf(entry[2])]
+        heapq.heapify(self._idle)
+
+    def _remove(self, top: Node) -> list[int]:
+        pages: list[int] = []
+        below = [top]
+        while below:
+            node = below.pop()
+            below.extend(node.children)
+            pages.extend(node.pages)
+            for page in node.pages:
+                del self._node_of[page]
+            space = self._spaces[node.namespace]
+            del space[node.key]
+            if not space:
+                del self._spaces[node.namespace]
+        if top.parent is not None:
+            top.parent.children.discard(top)
+            self._offer(top.parent)
+        return pages
