@@ -1,15 +1,15 @@
 """What a worker's loop and its transfer thread say to each other. Frozen data only, torch-free.
 
-The loop polls `LoopEvent`s and answers through the methods of `LoopPort`, which `transfer/node.py` implements (tests use a
-fake). Neither side ever waits for the other: every method of LoopPort returns at once and may be called from the loop's
-thread only. It knows no sockets, no pools and no model. If the transfer thread dies the rank process dies with it.
+The loop polls `LoopEvent`s and answers through the methods of `LoopPort`, which `transfer/node.py` implements (tests
+use a fake). Neither side ever waits for the other: every method of LoopPort returns at once and may be called from the
+loop's thread only. It knows no sockets, no pools and no model. If the transfer thread dies the rank process dies too.
 
 Who says the last word about a key (request, attempt), after which the loop forgets it:
     ctx, leg `prefill`   `prefill_done`, or `ended` after Cancelled, or `failed`
     gen, leg `local`     `ended` or `failed`
     gen, after Admitted  `ended` or `failed`
-`ended` for a key whose Cancelled is still on its way is right, and so is Cancelled for a key that the loop has just ended:
-each side ignores what it no longer knows.
+`ended` for a key whose Cancelled is still on its way is right, and so is Cancelled for a key that the loop has just
+ended: each side ignores what it no longer knows.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Arrived:
 class Admitted:
     """A hand-off that is complete and valid: gen may decode. The hold on `pages` passes to the loop, which releases it.
 
-    `pages`: one a page ordinal of the first `handoff.num_tokens` tokens (SCRATCH_PAGE where the group no longer needs that
-    page). `num_matched_tokens`: of them, tokens whose pages this worker already had (published, so read-only).
+    `pages`: one a page ordinal of the first `handoff.num_tokens` tokens (SCRATCH_PAGE where the group no longer needs
+    that page). `num_matched_tokens`: of them, tokens whose pages this worker already had (published, so read-only).
     `wire_s`: from bind to valid on this worker's clock.
     """
 
@@ -96,7 +96,7 @@ LoopEvent = Arrived | Admitted | Cancelled | DrainAsked | FaultsSet
 class FirstToken:
     """The first new token of one sample. `token` is None only when max_tokens is 0 (echo); `finish` is then `length`.
 
-    `finish`: None | stop | length. `stop_id`: the id that ended it.
+    `finish`: None | stop | length. `stop_id`: the id that ended it (it stands in the delta's ids too, not in the text).
     """
 
     token: int | None
@@ -110,8 +110,8 @@ class PrefillResult:
     """What the last chunk of a leg `prefill` gave.
 
     `firsts`: one a sample, in order. `num_tokens`: tokens whose state is in the pages (prompt and earlier output).
-    `prompt_logprobs`: as Delta has them. `cached_tokens`: of the prompt, found in the prefix index. `stamps`: seconds on
-    this worker's clock, at least `queue` and `prefill`.
+    `prompt_logprobs`: as Delta has them. `cached_tokens`: of the prompt, found in the prefix index. `stamps`: seconds
+    on this worker's clock, at least `queue` and `prefill`.
     """
 
     firsts: tuple[FirstToken, ...]
@@ -130,8 +130,8 @@ class PrefillResult:
 class LoopStats:
     """Overwritten by the loop once a pass, read by the transfer thread at any time (single fields, no lock).
 
-    `stamp`: time.monotonic() of the last pass (also of idle passes). `phase`: load | compile | run. `headroom_pages`: what
-    the oldest running request may still need; gen grants no bind that would leave fewer. Rates are 0 until measured.
+    `stamp`: time.monotonic() of the last pass (also of idle passes). `phase`: load | compile | run. `headroom_pages`:
+    what the oldest running request may still need; gen grants no bind that would leave fewer. Rates are 0 until known.
     """
 
     stamp: float = 0.0
