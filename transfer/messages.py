@@ -5,7 +5,7 @@ travel as packed bytes. (request, attempt) is in every request frame: `request` 
 and independent of any text of the client.
 
 Who sends what:
-    ingress -> router   Place Done                     router -> ingress   Placed Refused Deaths
+    ingress -> router   Place Done Query               router -> ingress   Placed Refused Deaths Answer
     ingress -> worker   Submit Renew Cancel            worker -> ingress   Tokens Fail
     router  -> worker   Epoch Peers Bind Deaths Drain  worker -> router    Register Heartbeat Holding Progress Bound NotNow
     gen     -> ctx      Hello Want Release Fail        ctx    -> gen       Hello Refuse Ready Landed Handoff Valid Expired Fail
@@ -360,7 +360,11 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """An attempt failed at the sender. code: out_of_pages|timeout|expired|transfer|lost|internal|refused|not_posted."""
+    """An attempt failed at the sender. code: out_of_pages|timeout|expired|transfer|lost|internal|refused|not_posted.
+
+    From ctx to gen: there is, or will be, nothing more to read (also code `ended`, which no ingress sees). From gen to
+    ctx: this reader has given up, another may be bound.
+    """
 
     request: str
     attempt: int
@@ -393,13 +397,18 @@ class LandingGrant:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Gen asks for pages [ordinals] it lacks; also renews the pin lease. Repeated with fresh grants (nixl)."""
+    """Gen asks for pages [ordinals] it lacks; also renews the pin lease. Repeated with fresh grants (nixl).
+
+    Ctx answers each with one Ready over those of the pages that are final, and with Handoff if `handoff` says that the
+    record is still missing; so a frame lost with its link costs one renewal.
+    """
 
     request: str
     attempt: int
     transport: str
     ordinals: tuple[tuple[int, int, int], ...]  # (group, first ordinal, past-the-last)
     grants: tuple[LandingGrant, ...]
+    handoff: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,6 +496,22 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class Query:
+    """An ingress asks the router for what operators see. what: ready | cluster | metrics; `number` comes back."""
+
+    number: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`text`: a JSON object (ready: {status, reasons}; cluster), or Prometheus text (metrics)."""
+
+    number: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetFaults:
     """Tests only: the whole fault configuration of one worker as JSON (transfer/faults.py)."""
 
@@ -498,5 +523,5 @@ FRAMES: tuple[type, ...] = (
     Place, Placed, Refused, Done, Progress, Bind, Bound, NotNow, Unbind,
     Submit, Renew, Cancel, Tokens, Fail,
     Want, Ready, Landed, Handoff, Release, Valid, Expired,
-    Stats, SetFaults,
+    Stats, Query, Answer, SetFaults,
 )
