@@ -1,53 +1,72 @@
-"""What passes between a rank process's loop and its transfer thread. Frozen data and two ports, torch-free.
+"""What a worker's loop and its transfer thread say to each other. Frozen data only, torch-free.
 
-The transfer thread (`transfer/node.py`) turns frames into loop events; the loop answers through a port, whose methods
-are thread-safe and do not block. Neither knows how the other works: the loop knows no socket, the node no forward.
+The loop polls `LoopEvent`s and answers through the methods of `LoopPort`, which `transfer/node.py` implements (tests
+use a fake). Neither side ever waits for the other: every method of LoopPort returns at once and may be called from the
+loop's thread only. It knows no sockets, no pools and no model. If the transfer thread dies the rank process dies too.
 
-Rules that both sides keep:
-    * Events of one key come in the order of their causes: never Admitted or Arrived after that key's Cancelled.
-    * The loop's calls for a key that the node has closed meanwhile (cancelled, failed) are dropped there.
-    * Cancelled is answered with `ended(key, "cancelled")` once the loop has released every page of the key. A key that
-      the loop does not know any more (prefill done, finished) gets no answer.
-    * `chunk_done` has pinned the pages when it returns: the loop may release its own hold right after it.
-    * Admitted passes the hold of every page in it (but SCRATCH_PAGE) to the loop.
-
-If either thread dies, the process ends: pages and requests die with it and the peers see its boot id go.
+Who says the last word about a key (request, attempt), after which the loop forgets it:
+    ctx, leg `prefill`   `prefill_done`, or `ended` after Cancelled, or `failed`
+    gen, leg `local`     `ended` or `failed`
+    gen, after Admitted  `ended` or `failed`
+`ended` for a key whose Cancelled is still on its way is right, and so is Cancelled for a key that the loop has just
+ended: each side ignores what it no longer knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from tailrace.transfer.messages import Delta, Handoff, Submit, TokenLogprob, pack_ids
+from tailrace.transfer.messages import Delta, Handoff, Submit, TokenLogprob
 
-Key = tuple[str, int]  # (request, attempt)
+Key = tuple[str, int]
+"""(request, attempt)."""
 
 
-# ------------------------------------------------------------------------------------------------------ node to loop
+# ------------------------------------------------------------------------------------------------------ node -> loop
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A leg of an attempt for this worker: `prefill` on ctx, `local` on gen. `at`: this process's monotonic clock."""
+    """A leg to run: `submit.leg` is `prefill` (ctx) or `local` (prefill and decode here).
+
+    `received`: time.monotonic() when the frame came, the origin of the stamps `queue` and `prefill`.
+    """
 
     submit: Submit
-    at: float
+    received: float
+
+    @property
+    def key(self) -> Key:
+        return (self.submit.request, self.submit.attempt)
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Every page is here and ctx has said `valid`. `pages`: one an ordinal, SCRATCH_PAGE where none is needed."""
+    """A hand-off that is complete and valid: gen may decode. The hold on `pages` passes to the loop, which releases it.
+
+    `pages`: one a page ordinal of the first `handoff.num_tokens` tokens (SCRATCH_PAGE where the group no longer needs
+    that page). `num_matched_tokens`: of them, tokens whose pages this worker already had (published, so read-only).
+    `wire_s`: from bind to valid on this worker's clock.
+    """
 
     handoff: Handoff
     pages: tuple[int, ...]
-    at: float
+    num_matched_tokens: int
+    wire_s: float
+
+    @property
+    def key(self) -> Key:
+        return (self.handoff.request, self.handoff.attempt)
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Stop working on this key: the ingress's cancel, its lease's end, or a peer's failure. `reason` is for the log."""
+    """Stop work on a key and release its pages; answer with `ended(key, "cancelled")`. Nothing more is sent for it.
+
+    `reason`: `client` and other words of the ingress, `lease` (ingress gone), `timeout` (its own deadline), `drain`.
+    """
 
     key: Key
     reason: str
@@ -55,186 +74,113 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """No new work will come; what runs is finished within `limit_s`."""
+    """Take nothing new; what runs may go on for `limit_s`."""
 
     limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class FaultsSet:
-    """Tests only: the part of a fault plan that is the loop's. `preempt_last`: so many coming last chunks are preempted."""
+    """Tests only: fill freed pages from now on (or no longer). All other faults stay inside the node."""
 
-    preempt_last: int
+    poison: bool
 
 
 LoopEvent = Arrived | Admitted | Cancelled | DrainAsked | FaultsSet
 
 
-# ------------------------------------------------------------------------------------------------------ loop to node
+# ------------------------------------------------------------------------------------------------------ loop -> node
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first new token of one sample. `token` is None only when max_tokens is 0 (echo); `finish` is then `length`.
+
+    `finish`: None | stop | length. `stop_id`: the id that ended it (it stands in the delta's ids too, not in the text).
+    """
+
+    token: int | None
+    logprob: TokenLogprob | None = None
+    finish: str | None = None
+    stop_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What the last chunk of a prompt gave.
+    """What the last chunk of a leg `prefill` gave.
 
-    Attributes:
-        deltas: one a sample, for the ingress at once; the first carries prompt logprobs, cached tokens and stamps.
-        handoff: for gen; None if every sample ended with its first token, then the key is finished and the loop
-            calls no `ended`.
+    `firsts`: one a sample, in order. `num_tokens`: tokens whose state is in the pages (prompt and earlier output).
+    `prompt_logprobs`: as Delta has them. `cached_tokens`: of the prompt, found in the prefix index. `stamps`: seconds
+    on this worker's clock, at least `queue` and `prefill`.
     """
 
-    deltas: tuple[Delta, ...]
-    handoff: Handoff | None
+    firsts: tuple[FirstToken, ...]
+    num_tokens: int
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
+    stamps: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """True if every sample ended with its first token, so that no gen is needed."""
+        return all(first.finish is not None for first in self.firsts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoopStats:
-    """The loop's state after a pass; a new object each pass, so that readers need no lock. Counters only grow.
+    """Overwritten by the loop once a pass, read by the transfer thread at any time (single fields, no lock).
 
-    Attributes:
-        stamp: monotonic clock at the end of the pass (progress stamp).
-        phase: load | compile | run.
-        running, queued: sequences in the batch; requests that wait for pages, a slot or their first chunk.
-        queue_age_s: age of the oldest queued request, 0 if there is none.
-        headroom_pages: gen: pages that must stay available when a bind is granted.
-        prefill_tokens_queued: prompt tokens not yet computed.
-        prefill_tokens_per_s: smoothed, 0 until measured.
-        prompt_positions: prompt positions computed here; on gen only local prefill and recompute raise it.
-        cached_tokens: prompt tokens found in the prefix index.
-        output_tokens: tokens sampled.
-        local_prefills, preemptions, recomputed_positions: counts.
+    `stamp`: time.monotonic() of the last pass (also of idle passes). `phase`: load | compile | run. `headroom_pages`:
+    what the oldest running request may still need; gen grants no bind that would leave fewer. Rates are 0 until known.
     """
 
-    stamp: float
-    phase: str = "run"
+    stamp: float = 0.0
+    phase: str = "load"
     running: int = 0
     queued: int = 0
     queue_age_s: float = 0.0
     headroom_pages: int = 0
     prefill_tokens_queued: int = 0
     prefill_tokens_per_s: float = 0.0
-    prompt_positions: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    local_prefills: int = 0
-    preemptions: int = 0
-    recomputed_positions: int = 0
 
 
 class LoopPort(Protocol):
-    """What both loops need of the node."""
+    """What the loop may call of its node. Thread: the loop's, except that `wait` is woken by the node's."""
 
     loop_stats: LoopStats
 
     def poll_events(self) -> list[LoopEvent]:
-        """Everything that came since the last call, in order; empty if nothing did."""
+        """Every event since the last call, in order; empty if none."""
         ...
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until an event is there, at most `timeout_s`."""
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until an event is there (True) or the time is over (False)."""
         ...
-
-    def ended(self, key: Key, outcome: str) -> None:
-        """The loop has let go of the key: `finished` or `cancelled`."""
-        ...
-
-    def failed(self, key: Key, code: str, message: str, retryable: bool) -> None:
-        """The attempt failed here (a code of messages.Fail); its pages are already released by the loop."""
-        ...
-
-
-class CtxPort(LoopPort, Protocol):
-    """The node as the ctx loop sees it."""
 
     def chunk_launched(self, key: Key, last: bool, seconds_left: float) -> None:
-        """Just before a chunk's forward. `seconds_left`: of this key's prefill, infinite until the rate is measured."""
+        """The forward of a chunk has been launched; `seconds_left`: predicted seconds of prefill still to come."""
         ...
 
     def chunk_done(self, key: Key, pages: Sequence[int], tokens_ready: int, seconds_left: float) -> None:
-        """After a chunk's forward has returned. `pages`: of the whole prompt; state of tokens < tokens_ready is final."""
+        """The forward of a chunk has *completed*. Call it while the loop still holds the pages.
+
+        `pages`: the sequence's whole page list in ordinal order from 0, prefix hits included, at least as long as
+        `tokens_ready` (absolute: tokens whose state is final) needs. The node pins them before it returns.
+        """
         ...
 
     def prefill_done(self, key: Key, result: PrefillResult) -> None:
-        """After the final chunk_done. The loop forgets the key with this call."""
+        """The last word on a leg `prefill`, after the last `chunk_done`. Publish full blocks, then release the hold."""
         ...
-
-
-class GenPort(LoopPort, Protocol):
-    """The node as the gen loop sees it."""
 
     def tokens(self, deltas: Sequence[Delta]) -> None:
-        """All of a pass's new tokens, once a pass."""
+        """New tokens of this pass; each goes to the ingress link of its request."""
         ...
 
+    def ended(self, key: Key, outcome: str) -> None:
+        """The loop has let go of the key and its pages. outcome: finished | cancelled."""
+        ...
 
-# ---------------------------------------------------------------------------------------------------------- deltas
-
-
-class LogprobLike(Protocol):
-    """engine.step.Logprob, which this room does not import."""
-
-    @property
-    def token(self) -> int: ...
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]: ...
-
-
-def token_delta(
-    key: Key,
-    sample: int,
-    start: int,
-    token: int,
-    logprob: LogprobLike | None,
-    finish: str | None,
-    *,
-    prompt_logprobs: tuple[TokenLogprob, ...] = (),
-    cached_tokens: int = 0,
-    stamps: dict[str, float] | None = None,
-) -> Delta:
-    """One new token of a sample as a frame part. A token that ends the sample is in `ids` and is named by `stop_id`."""
-    return Delta(
-        request=key[0],
-        attempt=key[1],
-        sample=sample,
-        start=start,
-        ids=pack_ids((token,)),
-        logprobs=() if logprob is None else (TokenLogprob(logprob.token, logprob.logprob, logprob.top),),
-        finish=finish,
-        stop_id=token if finish == "stop" else None,
-        prompt_logprobs=prompt_logprobs,
-        cached_tokens=cached_tokens,
-        stamps=stamps or {},
-    )
-
-
-def prefill_only_delta(
-    key: Key,
-    sample: int,
-    start: int,
-    *,
-    prompt_logprobs: tuple[TokenLogprob, ...],
-    cached_tokens: int,
-    stamps: dict[str, float],
-) -> Delta:
-    """The only delta of a sample with max_tokens 0: no token, finish `length`."""
-    return Delta(
-        request=key[0],
-        attempt=key[1],
-        sample=sample,
-        start=start,
-        ids=b"",
-        logprobs=(),
-        finish="length",
-        stop_id=None,
-        prompt_logprobs=prompt_logprobs,
-        cached_tokens=cached_tokens,
-        stamps=stamps,
-    )
-
-
-def echo_logprobs(first_token: int, rest: Sequence[LogprobLike]) -> tuple[TokenLogprob, ...]:
-    """Prompt logprobs for a delta: one a prompt token, the first of which has none."""
-    tail = tuple(TokenLogprob(p.token, p.logprob, p.top) for p in rest)
-    return (TokenLogprob(first_token, None, ()), *tail)
+    def failed(self, key: Key, code: str, message: str, retryable: bool) -> None:
+        """As `ended`, and the ingress is told by Fail (codes in messages.Fail)."""
+        ...
