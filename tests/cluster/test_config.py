@@ -1,0 +1,486 @@
+"""Every field and every rule of the configuration, each with values it takes and values it refuses and why."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from tailrace.cluster.config import (
+    SECTIONS,
+    TailraceConfig,
+    Tenant,
+    load_config,
+    load_file,
+    read_args,
+)
+from tailrace.cluster.config_rules import LATER
+from tailrace.cluster.schema import DOCS_FILE, SCHEMA_FILE, docs_text, json_schema, schema_text
+from tailrace.cluster.sizes import derive
+from tailrace.model.config import ModelConfig, Rope
+from tailrace.model.errors import ConfigError
+
+MANIFESTS = SCHEMA_FILE.parent
+
+# key: (accepted values, refused values with a piece of the reason)
+FIELDS = (
+    {
+        "model": (["smollm2", "/models/llama", "model.gguf"], [("", "at least 1 character"), (3, "valid string")]),
+        "model_name": ([None, "my-model"], [("", "at least 1 character"), (1, "valid string")]),
+        "dtype": (["bfloat16", "float32"], [("float16", "GPU path"), ("bf16", "bfloat16"), (16, "bfloat16")]),
+        "weights": (["dense", "quantized"], [("int4", "dense"), (True, "dense")]),
+        "max_request_tokens": ([None, 2, 4096], [(1, "greater than or equal to 2"), ("4096", "integer")]),
+        "tokens_per_page": ([1, 8, 16, 64, 128], [(0, "greater"), (24, "neither divides"), (16.0, "integer")]),
+        "block_tokens": ([16, 64, 256], [(0, "greater"), (40, "neither divides"), (8192, "less than or equal")]),
+        "kv_bytes": ([1, 2**30, "1GiB", "1.5 MiB", "100B"], [(0, "greater"), ("1GB", "no size"), (1.5, "integer")]),
+        "max_num_tokens": (
+            [32, 512],
+            [(0, "greater"), (31, "less than max_batch_size"), (10**9, "less than or equal")],
+        ),
+        "max_batch_size": ([1, 512], [(0, "greater"), (513, "less than max_batch_size (513)")]),
+        "capture_batch_sizes": ([None], [([1, 2, 4], "GPU path"), ([0], "greater"), ([], "at least 1 item")]),
+        "sampling_variants": ([None], [(["greedy"], "GPU path"), (["fast"], "greedy"), ([], "at least 1 item")]),
+        "transport": (
+            ["auto", "shm", "nixl"],
+            [
+                ("in_process", "test double"),
+                ("peer", "GPU path"),
+                ("ucx", "use nixl"),
+                ("ray", "imply each other"),
+                ("tcp", "shm"),
+            ],
+        ),
+        "codec": (
+            ["raw"],
+            [("int8", "use raw"), ("fp8", "use raw"), ("lossless", "use raw"), ("auto", "use raw"), ("zip", "raw")],
+        ),
+        "verify_pages": ([False], [(True, "not in this release"), ("no", "boolean")]),
+        "pin_lease_s": ([1, 30.0], [(0, "greater than 0"), (0.9, "twice heartbeat_s"), (float("inf"), "finite")]),
+        "request_lease_s": (
+            [1.5, 10],
+            [(-1, "greater than 0"), (1.4, "three times heartbeat_s"), (float("nan"), "finite")],
+        ),
+        "kv_transfer_timeout_s": ([0.5, 10], [(0, "greater than 0"), ("10", "number")]),
+        "transceiver_runtime": (["auto", "python"], [("ray", "imply each other"), ("rust", "auto")]),
+        "landing_chunks": ([1, 8], [(0, "greater"), (2000, "less than or equal")]),
+        "landing_chunk_bytes": ([4096, "4MiB"], [(4095, "greater"), ("4 MB", "no size")]),
+        "pairs_per_worker": ([1, 8], [(0, "greater"), (True, "integer")]),
+        "peer_sms": ([None], [(16, "GPU path"), (0, "greater")]),
+        "gen_prompt_tail_tokens": (
+            [None],
+            [(256, "transceiver_runtime: python"), (255, "greater than or equal to 256")],
+        ),
+        "max_gen_init_admissions_per_pass": ([1, 8], [(0, "greater"), (5000, "less than or equal")]),
+        "defer_gen_receives": ([False], [(True, "GPU path"), (1, "boolean")]),
+        "enable_client_io_during_gpu_wait": ([False], [(True, "GPU path"), (0, "boolean")]),
+        "run_ahead": ([0], [(1, "GPU path"), (2, "less than or equal to 1")]),
+        "transfer_failure_policy": (["recompute", "fail"], [("retry", "recompute"), (None, "recompute")]),
+        "handoff_mode": (["full"], [("bounded_replay_on_generation", "derived state"), ("half", "full")]),
+        "replay": ([{}, {"encoder": None}], [({"encode": 1}, "did you mean 'encoder'"), (None, "dictionary")]),
+        "replay.encoder": ([None], [(8, "derived state"), (0, "greater")]),
+        "replay.decoder": ([None], [(8, "derived state"), (0, "greater")]),
+        "backflow": ([False], [(True, "not in this release"), ("false", "boolean")]),
+        "shadow_check_every": ([0], [(100, "shadow check"), (-1, "greater than or equal to 0")]),
+        "host_cache_bytes": ([0, "0B"], [("1GiB", "host tier"), (-1, "greater than or equal to 0")]),
+        "host_cache_bind_to_gpu_numa_node": ([False], [(True, "GPU path"), (1, "boolean")]),
+        "allow_remote_numa_fallback": ([False], [(True, "host_cache_bind_to_gpu_numa_node"), (1, "boolean")]),
+        "placement": (
+            ["round_robin", "least_tokens", "least_prefill"],
+            [("prefix", "cache events"), ("random", "round_robin")],
+        ),
+        "local_prefill_max_tokens": (
+            ["auto", 0, 64],
+            [(-1, "greater than or equal to 0"), ("never", "auto"), (1.5, "integer")],
+        ),
+        "local_prefill": (["auto", "never"], [("always", "auto"), (False, "auto")]),
+        "retries": ([True, False], [("yes", "boolean"), (1, "boolean")]),
+        "prompt_token_cache": ([False], [(True, "not in this release"), (0, "boolean")]),
+        "router_wait_s": ([0.1, 5], [(0, "greater than 0"), ("5s", "number")]),
+        "max_queued_requests": ([1, 256], [(0, "greater"), (1.0, "integer")]),
+        "max_worker_deaths_per_request": ([1, 2], [(0, "greater"), (101, "less than or equal")]),
+        "max_migrations_in_flight": ([None], [(4, "migration is not"), (0, "greater")]),
+        "drain_limit_s": ([1, 30], [(0, "greater than 0"), (100_000, "less than or equal")]),
+        "api_keys": (
+            [[], ["a-long-key"], ["first-key", "second-key"]],
+            [
+                (["short"], "shorter than 8"),
+                (["same-key", "same-key"], "twice"),
+                ("a-long-key", "tuple"),
+                ([1], "string"),
+            ],
+        ),
+        "tenants": (
+            [{}],
+            [({"a": {}}, "fair shares"), ({"a": {"wight": 1}}, "did you mean 'weight'"), ([], "dictionary")],
+        ),
+        "header_wait_s": ([0.5, 20], [(0, "greater than 0"), (None, "number")]),
+        "slow_reader_s": ([0.5, 30], [(0, "greater than 0"), (True, "number")]),
+        "max_active_requests": ([1, 512], [(0, "greater"), ("512", "integer")]),
+        "max_body_bytes": ([1024, "16MiB"], [(1023, "greater"), ("1 mib", "no size")]),
+        "public_metrics": ([True, False], [("off", "boolean"), (None, "boolean")]),
+        "app_name": (
+            ["tailrace", "a1_b"],
+            [("", "match"), ("Big", "match"), ("a/b", "match"), ("a" * 25, "match"), (1, "string")],
+        ),
+        "cluster_secret": ([None, "s" * 16], [("s" * 15, "at least 16"), (1234567890123456, "string")]),
+        "operators_port": ([0, 8001, 65_535], [(-1, "greater"), (65_536, "less than or equal"), ("8001", "integer")]),
+        "ctx": (
+            [{}, {"replicas": 2}],
+            [({"replica": 2}, "did you mean 'replicas'"), (None, "dictionary"), (2, "dictionary")],
+        ),
+        "gen": (
+            [{}, {"replicas": 2}],
+            [({"replica": 2}, "did you mean 'replicas'"), ({"model": "x"}, "belongs at the top level")],
+        ),
+        "ingress": ([{}, {"replicas": 2}], [({"replikas": 2}, "did you mean 'replicas'"), ([], "dictionary")]),
+        "router": ([{}, {"num_cpus": 1}], [({"replicas": 2}, "unknown key 'replicas'"), ("one", "dictionary")]),
+        "heartbeat_s": ([0.05, 1], [(0, "greater than 0"), (4, "three times heartbeat_s")]),
+        "stats_period_s": ([0.1, 5], [(0, "greater than 0"), ([], "number")]),
+        "health_period_s": ([0.1, 5], [(0, "greater than 0"), ("1", "number")]),
+        "load_limit_s": ([1, 600], [(0, "greater than 0"), (100_000, "less than or equal")]),
+        "compile_limit_s": ([1, 600], [(0, "greater than 0"), (100_000, "less than or equal")]),
+        "run_limit_s": ([1, 30], [(0, "greater than 0"), ({}, "number")]),
+        "log_level": (["DEBUG", "INFO", "WARNING", "ERROR"], [("debug", "DEBUG"), (10, "DEBUG")]),
+        "faults": ([False, True], [("true", "boolean"), (1, "boolean")]),
+        "ingress.replicas": ([1, 4], [(0, "greater"), ("2", "integer")]),
+        "ingress.tokenizer_threads": ([1, 8], [(0, "greater"), (65, "less than or equal")]),
+    }
+    | {
+        key: cases
+        for where in ("ctx", "gen", "ingress", "router")
+        for key, cases in {
+            f"{where}.num_cpus": ([0, 0.1, 2], [(-1, "greater than or equal to 0"), ("1", "number")]),
+            f"{where}.resources": (
+                [{}, {"ctx": 1}],
+                [({"ctx": 0}, "above 0"), ({"": 1}, "not empty"), (["ctx"], "dictionary")],
+            ),
+            f"{where}.labels": ([{}, {"pool": "ctx"}], [({"pool": 1}, "string"), ("pool=ctx", "dictionary")]),
+        }.items()
+    }
+    | {
+        key: cases
+        for where in ("ctx", "gen")
+        for key, cases in {
+            f"{where}.replicas": ([1, 3], [(0, "greater"), (True, "integer"), ("2", "integer")]),
+            f"{where}.tp": ([1], [(2, "tensor parallelism"), (0, "greater")]),
+            f"{where}.kv_bytes": ([None, 4096, "512MiB"], [("512 megs", "no size"), (1.5, "integer"), (0, "greater")]),
+            f"{where}.threads": ([None, 1, 8], [(0, "greater"), (1.0, "integer")]),
+        }.items()
+    }
+)
+
+# rule: (a mapping it takes, a mapping it refuses, a piece of the reason)
+RULES = {
+    "a page divides the block": (
+        {"tokens_per_page": 32},
+        {"tokens_per_page": 48},
+        "tokens_per_page: 48 neither divides",
+    ),
+    "or is a multiple of it": ({"tokens_per_page": 128}, {"tokens_per_page": 96}, "nor is a multiple"),
+    "a full batch fits in a pass": (
+        {"max_num_tokens": 8, "max_batch_size": 8},
+        {"max_num_tokens": 8, "max_batch_size": 9},
+        "max_num_tokens: 8 is less than max_batch_size (9)",
+    ),
+    "transport ray implies the ray runtime": (
+        {"transport": "shm", "transceiver_runtime": "python"},
+        {"transport": "ray", "transceiver_runtime": "python"},
+        "imply each other",
+    ),
+    "the ray runtime implies transport ray": (
+        {"transport": "auto"},
+        {"transceiver_runtime": "ray"},
+        "imply each other",
+    ),
+    "both together are the baseline": (
+        {},
+        {"transceiver_runtime": "ray", "transport": "ray"},
+        "transceiver_runtime: 'ray' is the benchmarks' baseline",
+    ),
+    "a prompt tail needs the python runtime by name": (
+        {"gen_prompt_tail_tokens": 256, "transceiver_runtime": "python"},
+        {"gen_prompt_tail_tokens": 256, "transceiver_runtime": "auto"},
+        "said explicitly; it is 'auto'",
+    ),
+    "a prompt tail covers a block": (
+        {"gen_prompt_tail_tokens": 512, "transceiver_runtime": "python", "block_tokens": 512},
+        {"gen_prompt_tail_tokens": 256, "transceiver_runtime": "python", "block_tokens": 512},
+        "gen_prompt_tail_tokens: 256 is less than block_tokens (512)",
+    ),
+    "never prefilling locally has no threshold": (
+        {"local_prefill": "never", "local_prefill_max_tokens": 0},
+        {"local_prefill": "never", "local_prefill_max_tokens": 64},
+        "'never' forbids it",
+    ),
+    "a request lease outlives a late heartbeat": (
+        {"heartbeat_s": 1, "request_lease_s": 3},
+        {"heartbeat_s": 1, "request_lease_s": 2},
+        "three times heartbeat_s",
+    ),
+    "a pin lease outlives a late heartbeat": (
+        {"heartbeat_s": 1, "pin_lease_s": 2},
+        {"heartbeat_s": 1, "pin_lease_s": 1},
+        "twice heartbeat_s",
+    ),
+    "numa fallback only beside binding": ({}, {"allow_remote_numa_fallback": True}, "only has a meaning beside"),
+    "keys are told apart": (
+        {"api_keys": ["key-number-one", "key-number-two"]},
+        {"api_keys": ["key-number-one"] * 2},
+        "twice",
+    ),
+    "a decode-only option is refused under ctx": (
+        {"max_gen_init_admissions_per_pass": 2},
+        {"ctx": {"max_gen_init_admissions_per_pass": 2}},
+        "ctx: key 'max_gen_init_admissions_per_pass' is a decode-only option",
+    ),
+    "a pool's key at the top level is sent home": ({"ctx": {"replicas": 2}}, {"replicas": 2}, "belongs under 'ctx'"),
+    "a top-level key in a pool is sent home": ({"codec": "raw"}, {"gen": {"codec": "raw"}}, "belongs at the top level"),
+}
+
+
+def nested(key: str, value: object) -> dict:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def field_names(kind: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for name, field in kind.model_fields.items():
+        names.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names += field_names(field.annotation, f"{prefix}{name}.")
+    return names
+
+
+ACCEPTED = [(key, value) for key, (good, _) in FIELDS.items() for value in good]
+REFUSED = [(key, value, reason) for key, (_, bad) in FIELDS.items() for value, reason in bad]
+
+
+def test_every_field_stands_in_the_table_with_accepted_and_refused_values():
+    assert sorted(FIELDS) == sorted(field_names(TailraceConfig))
+    assert all(good and bad for good, bad in FIELDS.values())
+
+
+@pytest.mark.parametrize(("key", "value"), ACCEPTED, ids=lambda v: str(v)[:40])
+def test_a_good_value_is_taken(key, value):
+    config = load_config(nested(key, value))
+    kept = config
+    for part in key.split("."):
+        kept = getattr(kept, part)
+    if isinstance(value, int | float | bool) and not isinstance(kept, BaseModel):
+        assert kept == value
+
+
+@pytest.mark.parametrize(("key", "value", "reason"), REFUSED, ids=lambda v: str(v)[:40])
+def test_a_bad_value_is_refused_by_key_and_reason(key, value, reason):
+    with pytest.raises(ConfigError) as caught:
+        load_config(nested(key, value))
+    message = str(caught.value)
+    assert reason in message
+    assert key.split(".")[0] in message
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_between_fields_takes_one_side_and_refuses_the_other(name):
+    good, bad, reason = RULES[name]
+    load_config(good)
+    with pytest.raises(ConfigError) as caught:
+        load_config(bad)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", LATER, ids=lambda r: f"{r.path}: {r.reason[:30]}")
+def test_every_value_that_waits_for_a_later_release_has_an_example(rule):
+    examples = [nested(key, value) for key, value, _ in REFUSED if key == rule.path]
+    examples += [bad for _, bad, _ in RULES.values()]
+    said = []
+    for example in examples:
+        with pytest.raises(ConfigError) as caught:
+            load_config(example)
+        said.append(str(caught.value))
+    # transport: ray alone is refused for its mismatch first; alone it never reaches its own reason
+    wanted = "imply each other" if rule.reason.startswith("is the benchmarks' baseline") else rule.reason
+    assert any(rule.path in text and wanted in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("data", "suggestion"),
+    [
+        ({"kv_byte": 1}, "'kv_bytes'"),
+        ({"tokens_per_pag": 16}, "'tokens_per_page'"),
+        ({"ctx": {"thread": 1}}, "'threads'"),
+        ({"gen": {"label": {}}}, "'labels'"),
+        ({"ingress": {"tokeniser_threads": 1}}, "'tokenizer_threads'"),
+        ({"router": {"num_cpu": 1}}, "'num_cpus'"),
+        ({"replay": {"decode": 1}}, "'decoder'"),
+        ({"tenants": {"a": {"rat": 1}}}, "'rate'"),
+    ],
+)
+def test_an_unknown_key_at_any_level_is_refused_with_the_nearest_known_one(data, suggestion):
+    with pytest.raises(ConfigError, match=f"did you mean {suggestion}"):
+        load_config(data)
+
+
+def test_a_word_that_is_near_nothing_gets_no_suggestion():
+    with pytest.raises(ConfigError) as caught:
+        load_config({"zzzzqqqq": 1})
+    assert str(caught.value) == "unknown key 'zzzzqqqq'"
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_config({"run_ahead": 1, "verify_pages": True, "tokens_per_page": 24})
+    assert len(str(caught.value).split("\n")) == 3
+
+
+def test_a_tenant_obeys_the_same_bounds():
+    Tenant.model_validate({"weight": 2.0, "rate": 5})
+    for bad in ({"weight": 0}, {"rate": -1}, {"weight": "1"}, {"rats": 1}):
+        with pytest.raises(ValidationError):
+            Tenant.model_validate(bad)
+
+
+def test_a_config_cannot_be_changed():
+    config = load_config({})
+    with pytest.raises(ValidationError):
+        config.ctx.replicas = 2
+
+
+def test_secrets_are_not_shown():
+    config = load_config({"cluster_secret": "very-secret-words", "api_keys": ["secret-key-1"]})
+    assert "very-secret" not in repr(config)
+    assert "secret-key" not in repr(config)
+    with pytest.raises(ConfigError) as caught:
+        load_config({"cluster_secret": "too-short"})
+    assert "too-short" not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [[], "model: x", 3])
+def test_what_is_no_mapping_is_refused(data):
+    with pytest.raises(ConfigError, match="not a mapping"):
+        load_config(data)
+
+
+def test_the_checked_in_schema_and_docs_are_the_generated_ones():
+    assert SCHEMA_FILE.read_text() == schema_text(), "run make schema"
+    assert DOCS_FILE.read_text() == docs_text(), "run make schema"
+
+
+def test_the_schema_takes_the_accepted_values_and_refuses_unknown_keys():
+    validator = jsonschema.Draft202012Validator(json_schema())
+    for key, value in ACCEPTED:
+        assert not list(validator.iter_errors(nested(key, value))), key
+    for key in ("kv_byte", "ctx.replica", "gen.x", "ingress.x", "router.replicas", "replay.x"):
+        assert list(validator.iter_errors(nested(key, 1))), key
+
+
+def test_the_schema_refuses_what_is_out_of_bounds():
+    validator = jsonschema.Draft202012Validator(json_schema())
+    bounded = [(k, v) for k, v, why in REFUSED if "greater" in why or "less than or equal" in why]
+    assert len(bounded) > 40
+    for key, value in bounded:
+        assert list(validator.iter_errors(json.loads(json.dumps(nested(key, value))))), (key, value)
+
+
+def test_every_level_of_the_schema_is_closed():
+    schema = json_schema()
+    for name, part in {"top": schema, **schema["$defs"]}.items():
+        assert part["additionalProperties"] is False, name
+    assert set(schema["$defs"]) == {kind.__name__ for kind in SECTIONS.values()} | {"Tenant"}
+
+
+def test_every_field_has_a_docs_line_and_a_status():
+    for kind in (TailraceConfig, Tenant, *SECTIONS.values()):
+        for name, field in kind.model_fields.items():
+            assert field.description and field.description.endswith("."), name
+            assert field.json_schema_extra["x-status"] in ("stable", "prototype"), name
+
+
+@pytest.mark.parametrize("name", ["serve/local.yaml", "serve/full.yaml"])
+def test_a_shipped_manifest_is_valid(name):
+    load_file(MANIFESTS / name)
+
+
+def test_the_full_manifest_shows_every_key():
+    def keys(data: dict, prefix: str = "") -> list[str]:
+        found = []
+        for key, value in data.items():
+            found.append(prefix + key)
+            if isinstance(value, dict) and prefix + key in SECTIONS:
+                found += keys(value, f"{prefix}{key}.")
+        return found
+
+    assert sorted(keys(read_args(MANIFESTS / "serve/full.yaml"))) == sorted(field_names(TailraceConfig))
+
+
+@pytest.mark.parametrize("name", ["serve/local.yaml", "serve/full.yaml"])
+def test_a_shipped_serve_manifest_suits_serves_own_schema(name):
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    document = yaml.safe_load((MANIFESTS / name).read_text())
+    schema = ServeDeploySchema.model_validate(document)
+    assert schema.applications[0].import_path == "tailrace.cluster.app:build"
+    assert set(document) <= set(ServeDeploySchema.model_fields)
+
+
+def test_a_files_problems_carry_its_name(tmp_path: Path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("applications:\n- args: {kv_byte: 1}\n")
+    with pytest.raises(ConfigError, match=r"bad.yaml: unknown key 'kv_byte'"):
+        load_file(file)
+    file.write_text("applications: []\n")
+    with pytest.raises(ConfigError, match="exactly one application"):
+        load_file(file)
+    file.write_text("a: [\n")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load_file(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        load_file(tmp_path / "absent.yaml")
+
+
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=100,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=1024,
+    rms_norm_eps=1e-5,
+    rope=Rope(),
+    windows=(None, None),
+)
+PAGE = 2 * 2 * 2 * 8 * 16 * 4  # layers, fields, heads, dim, tokens, float32
+
+
+def test_sizes_follow_from_the_config_and_the_model():
+    sizes = derive(load_config({"dtype": "float32", "kv_bytes": 33 * PAGE, "gen": {"kv_bytes": 17 * PAGE + 5}}), MODEL)
+    assert (sizes.layout.bytes_per_page, sizes.ctx_pages, sizes.gen_pages) == (PAGE, 33, 17)
+    assert sizes.max_request_tokens == 16 * 16
+
+
+def test_the_longest_request_is_bounded_by_the_models_positions():
+    assert derive(load_config({"dtype": "float32", "kv_bytes": 1000 * PAGE}), MODEL).max_request_tokens == 1024
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (
+            {"kv_bytes": 4 * PAGE},
+            "kv_bytes: 16384 bytes are 4 pages of 4096 bytes; a scratch page and one block need 5",
+        ),
+        ({"gen": {"kv_bytes": 4 * PAGE}}, "gen.kv_bytes"),
+        ({"max_request_tokens": 1025}, "1025 is over the model's 1024 positions"),
+        ({"max_request_tokens": 257, "ctx": {"kv_bytes": 17 * PAGE}}, "ctx.kv_bytes: 69632 bytes hold 256 tokens"),
+    ],
+)
+def test_sizes_that_cannot_hold_a_request_are_refused(data, reason):
+    with pytest.raises(ConfigError) as caught:
+        derive(load_config({"dtype": "float32"} | data), MODEL)
+    assert reason in str(caught.value)
