@@ -132,6 +132,9 @@ class LoopStats:
 
     `stamp`: time.monotonic() of the last pass (also of idle passes). `phase`: load | compile | run. `headroom_pages`:
     what the oldest running request may still need; gen grants no bind that would leave fewer. Rates are 0 until known.
+
+    The rest only grows. `prompt_positions`: positions that prefill computed here (on gen: local and recompute, of which
+    `recomputed_positions`). `prefix_hit_tokens`: prompt tokens found in the index. `preemptions`: sequences put back.
     """
 
     stamp: float = 0.0
@@ -142,6 +145,11 @@ class LoopStats:
     headroom_pages: int = 0
     prefill_tokens_queued: int = 0
     prefill_tokens_per_s: float = 0.0
+    prompt_positions: int = 0
+    recomputed_positions: int = 0
+    prefix_hit_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
 
 
 class LoopPort(Protocol):
