@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 import yaml
 from pydantic import (
@@ -338,10 +338,10 @@ class TailraceConfig(Section):
         return super()._unknown(key)
 
     @model_validator(mode="after")
-    def _rules(self) -> TailraceConfig:
+    def _rules(self) -> Self:
         from tailrace.cluster.config_rules import problems  # it needs this class
 
-        found = problems(self)
+        found = problems(cast(Any, self))
         if found:
             raise ValueError("\n".join(found))
         return self
