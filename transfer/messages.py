@@ -178,7 +178,13 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Ingress asks for a place. `hashes`: packed block hashes of the prompt's full blocks."""
+    """Ingress asks for a place. `hashes`: packed block hashes of the prompt's full blocks.
+
+    Sent again, unchanged but for `at`, to a router that the ingress has just linked to (again): for every attempt that
+    has no answer yet (`at` empty) and for every one that is placed on a ctx and has no gen yet (`at`: that ctx's boot
+    id; the router takes it over and answers with the `decode` leg only). `exclude`: boot ids that failed this request
+    before, avoided if others are there. With max_new_tokens <= 1 no gen will be bound.
+    """
 
     request: str
     attempt: int
@@ -191,6 +197,9 @@ class Place:
     deadline_s: float | None  # time left
     conversation: str | None
     deaths: int  # workers this request has seen die
+    namespace: bytes
+    exclude: tuple[str, ...]
+    at: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +217,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """No place. After a Placed it means that this attempt cannot get (another) gen: it is over for the router.
+
+    reason: no_gen | no_ctx | no_pair | too_large | queue_full | deadline | worker_deaths | gen_lost | bind_failed.
+    """
+
     request: str
     attempt: int
     status: int  # 429 | 503

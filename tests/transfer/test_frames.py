@@ -74,7 +74,7 @@ def test_a_stream_cut_anywhere_gives_the_same_frames(sent, cuts):
 
 
 def test_a_round_trip_keeps_types_and_none_and_widens_ints_to_floats():
-    place = Place("r", 0, 5, 7, 1, b"", "t", 0, 3, None, 0)
+    place = Place("r", 0, 5, 7, 1, b"", "t", 0, 3, None, 0, b"", (), "")
     back = frames.unpack(frames.pack(place))
     assert back.deadline_s == 3.0 and type(back.deadline_s) is float and back.conversation is None
     ready = Ready("r", 1, (), 8, True)
