@@ -1,15 +1,17 @@
 """Every frame that crosses a socket between ingress, router, ctx and gen. Frozen data only, torch-free.
 
-`transfer/frames.py` packs them (msgpack arrays, positional, checked against the annotations). Token ids and block hashes
-travel as packed bytes. (request, attempt) is in every request frame: `request` is made by the ingress (32 hex digits)
-and independent of any text of the client.
+`transfer/frames.py` packs them (msgpack arrays, positional, checked against the annotations). Token ids and block
+hashes travel as packed bytes. (request, attempt) is in every request frame: `request` is made by the ingress (32 hex
+digits) and independent of any text of the client.
 
 Who sends what:
-    ingress -> router   Place Done Query               router -> ingress   Placed Refused Deaths Answer
-    ingress -> worker   Submit Renew Cancel            worker -> ingress   Tokens Fail
-    router  -> worker   Epoch Peers Bind Deaths Drain  worker -> router    Register Heartbeat Holding Progress Bound NotNow
-    gen     -> ctx      Hello Want Release Fail        ctx    -> gen       Hello Refuse Ready Landed Handoff Valid Expired Fail
-    anyone  -> router   Stats                          router -> worker    SetFaults
+    ingress -> router   Place Done Query             router -> ingress   Placed Refused Deaths Answer
+    ingress -> worker   Submit Renew Cancel          worker -> ingress   Tokens Fail
+    router  -> worker   Epoch Peers Bind Cancel Deaths Drain SetFaults
+    worker  -> router   Register Heartbeat Holding Progress Bound NotNow Unbind EpochRefused Drain
+    gen     -> ctx      Hello Want Release Fail      ctx    -> gen       Hello Refuse Ready Landed Handoff Valid Expired
+                                                                         Fail
+    anyone  -> router   Stats Deaths
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class CompatRecord:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of a pair, both ways. `transports`: name -> what the other side needs (arena name, agent metadata)."""
+    """First frame of a pair, both ways. `transports`: name -> what the other side needs (arena name, metadata)."""
 
     worker: str
     boot: str
@@ -231,7 +233,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """First terminal report of an attempt; every claim goes back. outcome: finished|cancelled|refused|failed|migrating."""
+    """First terminal report of an attempt; every claim goes back.
+
+    outcome: finished | cancelled | refused | failed | migrating.
+    """
 
     request: str
     attempt: int
@@ -294,7 +299,7 @@ class Unbind:
     reason: str
 
 
-# ------------------------------------------------------------------------------------------------------ ingress, workers
+# ----------------------------------------------------------------------------------------------------- ingress, workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +354,7 @@ class Delta:
     """New tokens of one sample. `start`: index of the first among the sample's output tokens, so repeats are seen.
 
     `finish`: None | stop | length. `stop_id`: the id that ended it, itself not in `ids`' text. `prompt_logprobs` and
-    `cached_tokens` come with the first delta. `stamps`: durations in seconds on the sender's clock (queue, prefill, ...).
+    `cached_tokens` come with the first delta. `stamps`: durations in seconds on the sender's clock (queue, prefill).
     """
 
     request: str
@@ -453,9 +458,10 @@ class Landed:
 class Handoff:
     """All that makes gen able to decode, beside the pages.
 
-    `first_tokens`: one a sample; `finished`: per sample, whether its first token ended it. `tail_ids`: the last k prompt
-    ids (all of them when gen_prompt_tail_tokens is unset). `counts`: token id -> count over the whole prompt (only if the
-    params need counts). `output_ids`: what former attempts sent. `num_tokens`: tokens whose state is in the pages.
+    `first_tokens`: one a sample; `finished`: per sample, whether its first token ended it. `tail_ids`: the last k
+    prompt ids (all of them when gen_prompt_tail_tokens is unset). `counts`: token id -> count over the whole prompt
+    (only if the params need counts). `output_ids`: what former attempts sent. `num_tokens`: tokens whose state is in
+    the pages.
     """
 
     request: str
@@ -538,4 +544,4 @@ FRAMES: tuple[type, ...] = (
     Submit, Renew, Cancel, Tokens, Fail,
     Want, Ready, Landed, Handoff, Release, Valid, Expired,
     Stats, Query, Answer, SetFaults,
-)
+)  # fmt: skip
