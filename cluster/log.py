@@ -1,0 +1,92 @@
+"""Log records of our own: one JSON object a line on stderr, with the event's name and its fields.
+
+    {"t": 1764521.123, "level": "INFO", "process": "ctx-0", "at": "tailrace.transfer.node", "event": "pair_ready", ...}
+
+Repeats of one event by one module within a second are counted, not written, beyond `BURST`: an engine's death may not
+flood the log. Knows nothing of what is logged. Other libraries' records pass from WARNING on.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+BURST = 20
+WINDOW_S = 1.0
+_OURS = "tailrace"
+_handler: logging.Handler | None = None
+
+
+class JsonFormatter(logging.Formatter):
+    """One line of JSON; `fields` of the record's `extra` become keys."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self.process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        row: dict[str, object] = {
+            "t": round(record.created, 3),
+            "level": record.levelname,
+            "process": self.process,
+            "at": record.name,
+            "event": record.getMessage(),
+        }
+        row.update(getattr(record, "fields", {}))
+        if record.exc_info:
+            row["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(row, default=str)
+
+
+class RateLimit(logging.Filter):
+    """Lets `BURST` records of one (module, event) pass in a window; the next one that passes says how many did not."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.clock = clock
+        self.seen: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now, key = self.clock(), (record.name, str(record.msg))
+        start, count = self.seen.get(key, (now, 0))
+        if now - start >= WINDOW_S:
+            if count > BURST:
+                record.fields = {**getattr(record, "fields", {}), "suppressed": count - BURST}
+            start, count = now, 0
+        self.seen[key] = (start, count + 1)
+        return count < BURST
+
+
+def configure(level: str, process: str) -> None:
+    """Log to stderr as `process`; calling it again replaces the earlier set-up (a replica that is made anew)."""
+    global _handler
+    ours = logging.getLogger(_OURS)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process))
+    handler.addFilter(RateLimit())
+    if _handler is not None:
+        ours.removeHandler(_handler)
+    ours.addHandler(handler)
+    ours.setLevel(level)
+    ours.propagate = False
+    _handler = handler
+
+
+def versions() -> dict[str, str]:
+    """Version and place of what decides how a worker behaves; nothing is imported for it."""
+    found: dict[str, str] = {"python": sys.version.split()[0]}
+    for package in ("torch", "nixl", "ucxx", "ray"):
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            continue
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "?"
+        found[package] = f"{version} ({spec.origin})"
+    return found
