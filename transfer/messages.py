@@ -23,6 +23,7 @@ from tailrace.model.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
 HASH_BYTES = 16
+ID_BYTES = 4
 
 
 def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
