@@ -1,0 +1,273 @@
+"""The context worker's loop: receive -> schedule -> run -> hand off.
+
+A pass takes the events of the transfer thread, chooses prompt chunks, runs their forward, and tells the node which
+pages are final. A page is told only after the forward that wrote it has returned. After a prompt's last chunk the loop
+samples every sample's first token, publishes the full blocks and lets go of its hold: from then on the node's pins
+keep the pages until a gen has read them.
+
+It knows no socket, no peer and no time but the injected clock. A row that fails ends only its own request. If the loop
+dies, the process dies: its boot id goes, the router places its requests elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from tailrace.ctx_worker.scheduler import PrefillScheduler
+from tailrace.engine.sequence import Chunk, Sequence, reserve
+from tailrace.engine.step import Logprob, RowResult, StepPlan
+from tailrace.kv_cache.manager import KvManager
+from tailrace.transfer.loop_events import (
+    Arrived,
+    Cancelled,
+    FaultsSet,
+    FirstToken,
+    Key,
+    LoopEvent,
+    LoopPort,
+    PrefillResult,
+)
+from tailrace.transfer.messages import Submit, TokenLogprob, unpack_ids
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.2  # the progress stamp is renewed this often while there is nothing to do
+BLOCKED_WAIT_S = 0.005  # requests wait for pages that another thread gives back
+
+
+class StepEngine(Protocol):
+    """What the loop needs of engine.Engine."""
+
+    def step(self, plan: StepPlan) -> list[RowResult]: ...
+
+    def poison(self, pages: list[int]) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One prefill leg. `started`: clock of its first chunk."""
+
+    submit: Submit
+    sequence: Sequence
+    received: float
+    started: float | None = None
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+
+
+class CtxLoop:
+    """Runs prefill legs.
+
+    Args:
+        engine: runs a step and returns when its forward has completed.
+        kv: the worker's page pool.
+        node: the transfer thread.
+        scheduler: chooses the chunks.
+        eos_ids: ids that end a sample.
+        clock: monotonic seconds, the same that stamps Arrived.
+    """
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        kv: KvManager,
+        node: LoopPort,
+        scheduler: PrefillScheduler,
+        *,
+        eos_ids: frozenset[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine, self.kv, self.node, self.scheduler = engine, kv, node, scheduler
+        self._eos_ids = eos_ids
+        self._clock = clock
+        self._jobs: dict[Key, _Job] = {}
+        self._arrivals = 0
+        self._checked = True
+        node.loop_stats.phase = "run"
+
+    def run(self, stop: threading.Event) -> None:
+        """Passes until `stop` is set."""
+        while not stop.is_set():
+            if not self.run_pass():
+                self.node.wait(BLOCKED_WAIT_S if self._jobs else IDLE_WAIT_S)
+
+    def run_pass(self) -> bool:
+        """One pass; False if there was nothing to compute."""
+        self._receive()
+        chunks = self._schedule()
+        if chunks:
+            self._hand_off(chunks, self._run(chunks))
+        self._report()
+        return bool(chunks)
+
+    # -------------------------------------------------------------------------------------------------------- receive
+
+    def _receive(self) -> None:
+        for event in self.node.poll_events():
+            self._handle(event)
+
+    def _handle(self, event: LoopEvent) -> None:
+        match event:
+            case Arrived():
+                self._arrive(event)
+            case Cancelled(key=key):
+                job = self._jobs.get(key)
+                if job is not None:
+                    self._forget(job)
+                    self.node.ended(key, "cancelled")
+            case FaultsSet(poison=poison):
+                self.kv.set_poison(self.engine.poison if poison else None)
+            case _:
+                log.debug("event_ignored", extra={"fields": {"event": type(event).__name__}})
+
+    def _arrive(self, event: Arrived) -> None:
+        submit, key = event.submit, event.key
+        if key in self._jobs:
+            return
+        self._checked = False
+        prompt = np.array(unpack_ids(submit.prompt_ids), np.int32)
+        sequence = Sequence.for_prefill(
+            key, prompt, unpack_ids(submit.output_ids), submit.params, submit.samples, self._eos_ids
+        )
+        if not len(prompt):
+            self.node.failed(key, "refused", "the prompt has no tokens", False)
+            return
+        needed, total = self.kv.layout.num_pages(sequence.num_known), self.kv.counts().total
+        if needed > total:
+            self.node.failed(key, "out_of_pages", f"the prompt needs {needed} pages, the pool has {total}", False)
+            return
+        self._arrivals += 1
+        sequence.order, sequence.received, sequence.priority = self._arrivals, event.received, submit.priority
+        sequence.hashes, sequence.namespace = submit.hashes, submit.namespace
+        sequence.use_cache = sequence.use_cache and not submit.no_cache
+        self._jobs[key] = _Job(submit, sequence, event.received)
+        self.scheduler.add(sequence)
+
+    # ------------------------------------------------------------------------------------------------------- schedule
+
+    def _schedule(self) -> list[Chunk]:
+        return self.scheduler.select(self.scheduler.max_num_tokens, self._clock(), self._reserve)
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        if not reserve(self.kv, sequence):
+            return False
+        self.node.loop_stats.prefix_hit_tokens += sequence.num_computed
+        return True
+
+    # ------------------------------------------------------------------------------------------------------------ run
+
+    def _run(self, chunks: list[Chunk]) -> list[RowResult]:
+        started = self._clock()
+        for chunk in chunks:
+            job = self._jobs[chunk.sequence.key]
+            job.started = started if job.started is None else job.started
+            self.node.chunk_launched(job.sequence.key, chunk.last, self.scheduler.seconds_left(job.sequence))
+        plan = StepPlan([chunk.sequence.row(chunk.num_tokens) for chunk in chunks])
+        results = self.engine.step(plan)
+        self.scheduler.measure(plan.num_tokens, self._clock() - started)
+        self.node.loop_stats.prompt_positions += plan.num_tokens
+        return results
+
+    # ------------------------------------------------------------------------------------------------------- hand off
+
+    def _hand_off(self, chunks: list[Chunk], results: list[RowResult]) -> None:
+        for chunk, result in zip(chunks, results, strict=True):
+            job = self._jobs.get(chunk.sequence.key)
+            if job is None or job.sequence is not chunk.sequence:
+                continue  # it was preempted while the step ran: its pages are gone, and so is what they held
+            last = chunk.last
+            if result.error is not None or any(token < 0 for token in result.tokens):
+                self._fail(job, "internal", result.error or "no token could be sampled", False)
+                continue
+            sequence = job.sequence
+            sequence.num_computed += chunk.num_tokens
+            job.prompt_logprobs += result.prompt_logprobs
+            left = 0.0 if last else self.scheduler.seconds_left(sequence)
+            self.node.chunk_done(sequence.key, sequence.pages, sequence.num_computed, left)
+            if last:
+                self._finish(job, result)
+
+    def _finish(self, job: _Job, result: RowResult) -> None:
+        sequence, submit = job.sequence, job.submit
+        now = self._clock()
+        started = job.received if job.started is None else job.started
+        self.node.prefill_done(
+            sequence.key,
+            PrefillResult(
+                firsts=self._firsts(job, result),
+                num_tokens=sequence.num_known,
+                prompt_logprobs=_echo(sequence, job.prompt_logprobs),
+                cached_tokens=sequence.num_cached or 0,
+                stamps={"queue": started - job.received, "prefill": now - started},
+            ),
+        )
+        self.kv.publish(submit.namespace, submit.hashes, sequence.pages, sequence.num_known)
+        self._forget(job)
+
+    def _firsts(self, job: _Job, result: RowResult) -> tuple[FirstToken, ...]:
+        states = job.sequence.samplers
+        if not states:
+            return (FirstToken(None, finish="length"),) * job.submit.samples
+        firsts: list[FirstToken] = []
+        for state, token, logprob in zip(states, result.tokens, result.logprobs, strict=True):
+            state.observe(token)
+            finish = state.finish_reason(token)
+            entry = None if logprob is None else TokenLogprob(logprob.token, logprob.logprob, logprob.top)
+            firsts.append(FirstToken(token, entry, finish, token if finish == "stop" else None))
+        self.node.loop_stats.output_tokens += len(firsts)
+        return tuple(firsts)
+
+    # ------------------------------------------------------------------------------------------------------------ ends
+
+    def preempt(self, key: Key) -> None:
+        """Take a prefill's pages away, also in the middle of a step: it fails here and may be tried elsewhere.
+
+        It is not started again: pages that it has announced may be being read, and others must not take their place.
+        """
+        job = self._jobs.get(key)
+        if job is not None:
+            self.node.loop_stats.preemptions += 1
+            self._fail(job, "out_of_pages", "the prefill was preempted", True)
+
+    def _fail(self, job: _Job, code: str, message: str, retryable: bool) -> None:
+        self._forget(job)
+        self.node.failed(job.sequence.key, code, message, retryable)
+        log.warning("prefill_failed", extra={"fields": {"request": job.submit.request, "code": code, "why": message}})
+
+    def _forget(self, job: _Job) -> None:
+        """Every trace of it, and the loop's hold on its pages."""
+        del self._jobs[job.sequence.key]
+        self.scheduler.remove(job.sequence)
+        pages = job.sequence.take_pages()
+        if pages:
+            self.kv.release(pages)
+
+    # ----------------------------------------------------------------------------------------------------------- report
+
+    def _report(self) -> None:
+        now = self._clock()
+        waiting = [job for job in self._jobs.values() if not job.sequence.pages]
+        stats = self.node.loop_stats
+        stats.running = len(self._jobs) - len(waiting)
+        stats.queued = len(waiting)
+        stats.queue_age_s = max((now - job.received for job in waiting), default=0.0)
+        stats.prefill_tokens_queued = self.scheduler.num_queued_tokens
+        stats.prefill_tokens_per_s = self.scheduler.tokens_per_s
+        stats.stamp = now
+        if not self._jobs and not self._checked:
+            self.kv.check()
+            self._checked = True
+
+
+def _echo(sequence: Sequence, logprobs: list[Logprob]) -> tuple[TokenLogprob, ...]:
+    """Prompt logprobs, one a prompt token; the first token has none."""
+    if sequence.prompt_logprobs is None or sequence.prompt is None:
+        return ()
+    first = TokenLogprob(int(sequence.prompt[0]), None, ())
+    return (first, *(TokenLogprob(p.token, p.logprob, p.top) for p in logprobs))

@@ -1,0 +1,500 @@
+"""The generation worker's loop: admit -> schedule -> run -> stream.
+
+A pass takes the events of the transfer thread, lets complete hand-offs join the batch, grows each running sequence by
+a page where its next token needs one, runs one step over the decode rows and, where a prefill scheduler was given,
+over chunks of local prompts, and streams all new tokens in one call.
+
+Out of pages, the youngest gives way until the oldest fits: it loses its pages and is prefilled again over prompt and
+output, here, when they fit. Where only the prompt's tail is here that is impossible, and the request fails with
+`out_of_pages`, to be tried again elsewhere. A hand-off's pages came once and are never asked for again.
+
+It knows no socket and no ctx. A row that fails ends only its own request. If the loop dies, the process dies and every
+stream of it is placed anew or ends with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+
+from tailrace.engine.sequence import Chunk, Sequence, reserve
+from tailrace.engine.step import Logprob, RowResult, SamplerState, StepPlan
+from tailrace.gen_worker.request import Request, empty_delta, request_of_handoff, token_delta, why_unusable
+from tailrace.gen_worker.scheduler import DecodeScheduler, Prefill
+from tailrace.kv_cache.layout import SCRATCH_PAGE
+from tailrace.kv_cache.manager import KvManager
+from tailrace.model.state_groups import GroupKind
+from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, FaultsSet, Key, LoopEvent, LoopPort
+from tailrace.transfer.messages import Delta, TokenLogprob, unpack_ids
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.2  # the progress stamp is renewed this often while there is nothing to do
+BLOCKED_WAIT_S = 0.005  # something waits for pages that another thread gives back
+
+
+class StepEngine(Protocol):
+    """What the loop needs of engine.Engine."""
+
+    def step(self, plan: StepPlan) -> list[RowResult]: ...
+
+    def copy_pages(self, src: Seq[int], dst: Seq[int]) -> None: ...
+
+    def poison(self, pages: Seq[int]) -> None: ...
+
+
+class GenLoop:
+    """Decodes hand-offs, and prefills local requests.
+
+    Args:
+        engine: runs a step and returns when it has completed.
+        kv: the worker's page pool.
+        node: the transfer thread.
+        scheduler: the batch.
+        prefill: chooses prompt chunks (local requests and recomputation); None: neither is done here.
+        eos_ids: ids that end a sample.
+        clock: monotonic seconds, the same that stamps Arrived.
+    """
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        kv: KvManager,
+        node: LoopPort,
+        scheduler: DecodeScheduler,
+        prefill: Prefill | None,
+        *,
+        eos_ids: frozenset[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine, self.kv, self.node, self.scheduler, self.prefill = engine, kv, node, scheduler, prefill
+        self._eos_ids = eos_ids
+        self._clock = clock
+        self._requests: dict[Key, Request] = {}
+        self._arrivals = 0
+        self._checked = True
+        node.loop_stats.phase = "run"
+
+    def run(self, stop: threading.Event) -> None:
+        """Passes until `stop` is set."""
+        while not stop.is_set():
+            if not self.run_pass():
+                self.node.wait(BLOCKED_WAIT_S if self._requests else IDLE_WAIT_S)
+
+    def run_pass(self) -> bool:
+        """One pass; False if there was nothing to compute."""
+        self._admit()
+        chunks = self._schedule()
+        if chunks:
+            self._stream(chunks, self._run(chunks))
+        self._report()
+        return bool(chunks)
+
+    # ---------------------------------------------------------------------------------------------------------- admit
+
+    def _admit(self) -> None:
+        for event in self.node.poll_events():
+            self._handle(event)
+        for request in self.scheduler.admissible():
+            self._join(request)
+
+    def _handle(self, event: LoopEvent) -> None:
+        match event:
+            case Admitted():
+                self._take_handoff(event)
+            case Arrived():
+                self._arrive(event)
+            case Cancelled(key=key):
+                request = self._requests.get(key)
+                if request is not None:
+                    self._forget(request)
+                    self.node.ended(key, "cancelled")
+            case FaultsSet(poison=poison):
+                self.kv.set_poison(self.engine.poison if poison else None)
+            case _:
+                log.debug("event_ignored", extra={"fields": {"event": type(event).__name__}})
+
+    def _take_handoff(self, event: Admitted) -> None:
+        key, handoff = event.key, event.handoff
+        self._checked = False
+        why = "this worker decodes the request already" if key in self._requests else None
+        why = why or why_unusable(handoff, event.pages, self.kv.layout)
+        if why is not None:
+            self._release([page for page in event.pages if page != SCRATCH_PAGE])
+            if key not in self._requests:
+                self.node.failed(key, "transfer", f"hand-off refused: {why}", True)
+            log.warning("handoff_refused", extra={"fields": {"request": handoff.request, "why": why}})
+            return
+        self._arrivals += 1
+        request = request_of_handoff(handoff, event.pages, self._arrivals, self._clock(), self._eos_ids)
+        if not request.live:  # ctx finishes such a request itself; nothing is left to decode
+            self._release([page for page in event.pages if page != SCRATCH_PAGE])
+            self.node.ended(key, "finished")
+            return
+        self._requests[key] = request
+        self._publish(request, event.pages)
+        self.scheduler.enqueue(request)
+
+    def _arrive(self, event: Arrived) -> None:
+        submit, key = event.submit, event.key
+        if key in self._requests:
+            return
+        self._checked = False
+        prompt = np.array(unpack_ids(submit.prompt_ids), np.int32)
+        stem = Sequence.for_prefill(
+            key, prompt, unpack_ids(submit.output_ids), submit.params, submit.samples, self._eos_ids
+        )
+        if self.prefill is None or not len(prompt):
+            self.node.failed(key, "refused", "no local prefill here" if len(prompt) else "the prompt is empty", False)
+            return
+        needed, total = self.kv.layout.num_pages(stem.num_known), self.kv.counts().total
+        if needed > total:
+            self.node.failed(key, "out_of_pages", f"the prompt needs {needed} pages, the pool has {total}", False)
+            return
+        self._arrivals += 1
+        stem.order, stem.received, stem.priority = self._arrivals, event.received, submit.priority
+        stem.hashes, stem.namespace = submit.hashes, submit.namespace
+        stem.use_cache = stem.use_cache and not submit.no_cache
+        self._requests[key] = Request(
+            key,
+            stem.order,
+            event.received,
+            submit.priority,
+            submit.samples,
+            stem.num_known,
+            submit.hashes,
+            submit.namespace,
+            stem=stem,
+        )
+        self.prefill.add(stem)
+
+    def _join(self, request: Request) -> None:
+        """A waiting hand-off joins the batch; its samples share the full pages and copy the open one."""
+        others = request.live[1:]
+        copies = self._allocate_copies(request.num_tokens, len(others))
+        if copies is None and (self.scheduler.running or (self.prefill is not None and len(self.prefill))):
+            return  # it keeps its place and its pages
+        self.scheduler.drop(request)
+        first = request.live[0]
+        self.scheduler.start(first)
+        if copies is not None:
+            self._fork(first, others, copies)
+            return
+        for sequence in others:
+            if not self._recompute(sequence):
+                return
+
+    # ----------------------------------------------------------------------------------------------------------- forks
+
+    def _allocate_copies(self, num_tokens: int, num_forks: int) -> list[int] | None:
+        """Pages for the forks' own copies of the open page, none if there is no open page; None if they do not fit."""
+        if not num_forks or num_tokens % self.kv.layout.tokens_per_page == 0:
+            return []
+        return self.kv.allocate(num_forks)
+
+    def _fork(self, source: Sequence, forks: list[Sequence], copies: list[int]) -> None:
+        """Give each fork the source's state: a hold on the full pages, and its own copy of the open page, if any."""
+        shared = source.pages[:-1] if copies else source.pages
+        if copies:
+            self.engine.copy_pages([source.pages[-1]] * len(copies), copies)
+        held = [page for page in shared if page != SCRATCH_PAGE]
+        for i, fork in enumerate(forks):
+            self.kv.hold(held)
+            fork.pages = [*shared, copies[i]] if copies else list(shared)
+            fork.num_computed = source.num_computed
+            self.scheduler.start(fork)
+
+    # ------------------------------------------------------------------------------------------------------- schedule
+
+    def _schedule(self) -> list[Chunk]:
+        grown = [sequence for sequence in self.scheduler.rows() if self._grow(sequence)]
+        running = set(self.scheduler.running)
+        chunks = [Chunk(sequence, 1) for sequence in grown if sequence in running]
+        if self.prefill is not None and len(self.prefill):
+            budget = self.scheduler.prefill_budget(len(chunks))
+            chunks += self.prefill.select(budget, self._clock(), self._reserve)
+        return chunks
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make room for the sequence's next token. False if it cannot run in this pass."""
+        if sequence not in self.scheduler.running:  # it gave way to an older one
+            return False
+        layout = self.kv.layout
+        if sequence.num_computed < len(sequence.pages) * layout.tokens_per_page:
+            return True
+        if layout.group.kind is GroupKind.WINDOW:
+            self._release(sequence.take_pages_before(layout.first_needed_page(sequence.num_computed)))
+        while (fresh := self.kv.allocate(1)) is None:
+            youngest = self.scheduler.youngest(self.prefill or ())
+            if youngest is not None and youngest is not sequence:
+                self._preempt(youngest)
+            elif not self._alone(sequence):
+                return self._preempt(sequence)
+            elif self._is_lent_out(sequence):
+                return False
+            else:
+                self._fail_for_size(sequence)
+                return False
+            if sequence not in self.scheduler.running:  # its own request failed with the one that gave way
+                return False
+        sequence.pages += fresh
+        return True
+
+    def _alone(self, sequence: Sequence) -> bool:
+        """True if no other sequence of this loop has pages."""
+        return not any(s.pages for r in self._requests.values() for s in r.sequences if s is not sequence)
+
+    def _is_lent_out(self, sequence: Sequence) -> bool:
+        """True if pages beside the sequence's own are in use: the transfer thread's, which will come back."""
+        return self.kv.counts().used > len(set(sequence.pages) - {SCRATCH_PAGE})
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Pages for a prefill, if the oldest request here keeps what it may still need."""
+        holders = [r for r in self._requests.values() if any(s.pages for s in r.sequences)]
+        if holders and not self.scheduler.has_slot(max(1, len(sequence.samplers))):
+            return False
+        if not reserve(self.kv, sequence, spare=self.scheduler.oldest_growth(holders)):
+            return False
+        if sequence is self._requests[sequence.key].stem:
+            self.node.loop_stats.prefix_hit_tokens += sequence.num_computed
+        return True
+
+    # ---------------------------------------------------------------------------------------------------- giving way
+
+    def _preempt(self, sequence: Sequence) -> bool:
+        """Take the sequence's pages. Returns False, for use as `cannot run now`."""
+        self.node.loop_stats.preemptions += 1
+        request = self._requests[sequence.key]
+        if request in self.scheduler.waiting:
+            self.scheduler.drop(request)
+            for sample in list(request.live):
+                if not self._recompute(sample):
+                    return False
+            return False
+        self._recompute(sequence)
+        return False
+
+    def _recompute(self, sequence: Sequence) -> bool:
+        """Back to the start of a prefill over all known tokens. False: impossible here, so its request has failed."""
+        if self.prefill is None or sequence.prompt is None:
+            message = "no pages left, and the whole prompt is not here to compute it again"
+            self._fail(self._requests[sequence.key], "out_of_pages", message, True)
+            return False
+        if self.kv.layout.num_pages(sequence.num_known) > self.kv.counts().total:
+            self._fail_for_size(sequence)
+            return False
+        self.scheduler.stop(sequence)
+        self._release(sequence.take_pages())
+        self.prefill.add(sequence)
+        return True
+
+    def _fail_for_size(self, sequence: Sequence) -> None:
+        message = f"{sequence.num_known} tokens and the next fill all {self.kv.counts().total} pages of the pool"
+        self._fail(self._requests[sequence.key], "out_of_pages", message, False)
+
+    # ------------------------------------------------------------------------------------------------------------ run
+
+    def _run(self, chunks: list[Chunk]) -> list[RowResult]:
+        started = self._clock()
+        stats = self.node.loop_stats
+        running = set(self.scheduler.running)
+        prefilled = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence in running:
+                continue
+            prefilled += chunk.num_tokens
+            request = self._requests[sequence.key]
+            if sequence is not request.stem:
+                stats.recomputed_positions += chunk.num_tokens
+            elif request.started is None:
+                request.started = started
+        results = self.engine.step(StepPlan([chunk.sequence.row(chunk.num_tokens) for chunk in chunks]))
+        if self.prefill is not None:
+            self.prefill.measure(prefilled, self._clock() - started)
+        stats.prompt_positions += prefilled
+        return results
+
+    # --------------------------------------------------------------------------------------------------------- stream
+
+    def _stream(self, chunks: list[Chunk], results: list[RowResult]) -> None:
+        deltas: list[Delta] = []
+        finished: list[Key] = []
+        now = self._clock()
+        for chunk, result in zip(chunks, results, strict=True):
+            request = self._requests.get(chunk.sequence.key)
+            if request is None:  # another sample of it has failed in this pass
+                continue
+            if result.error is not None or any(token < 0 for token in result.tokens):
+                self._fail(request, "internal", result.error or "no token could be sampled", False)
+                continue
+            last = chunk.last
+            chunk.sequence.num_computed += chunk.num_tokens
+            if chunk.sequence is request.stem:
+                request.prompt_logprobs += result.prompt_logprobs
+                if last:
+                    deltas += self._branch(request, chunk.sequence, result, now)
+            elif last:
+                deltas.append(self._advance(request, chunk.sequence, result, now))
+            if not request.live and request.stem is None:
+                finished.append(request.key)
+        deltas = [delta for delta in deltas if (delta.request, delta.attempt) in self._requests]
+        if deltas:
+            self.node.tokens(deltas)
+        for key in finished:
+            self._forget(self._requests[key])
+            self.node.ended(key, "finished")
+
+    def _advance(self, request: Request, sequence: Sequence, result: RowResult, now: float) -> Delta:
+        """One more token of a running sample, or of one whose recomputation ends here."""
+        token, state = result.tokens[0], sequence.samplers[0]
+        since = request.received if sequence.last_token_at is None else sequence.last_token_at
+        if sequence not in self.scheduler.running:
+            self._settle(sequence)
+        finish = self._accept(request, sequence, token, now)
+        return token_delta(request.key, state, token, result.logprobs[0], finish, {"itl": now - since})
+
+    def _settle(self, sequence: Sequence) -> None:
+        """A recomputed sequence decodes again."""
+        if self.prefill is not None:
+            self.prefill.remove(sequence)
+        self.scheduler.start(sequence)
+
+    def _accept(self, request: Request, sequence: Sequence, token: int, now: float) -> str | None:
+        """Append a sampled token; a sample that it ends gives its pages back."""
+        self.node.loop_stats.output_tokens += 1
+        sequence.output.append(token)
+        sequence.last_token_at = now
+        state = sequence.samplers[0]
+        state.observe(token)
+        finish = state.finish_reason(token)
+        if finish is not None:
+            self.scheduler.stop(sequence)
+            request.live.remove(sequence)
+            self._release(sequence.take_pages())
+        return finish
+
+    def _branch(self, request: Request, stem: Sequence, result: RowResult, now: float) -> list[Delta]:
+        """A local prefill has ended: its samples begin. The first delta carries what belongs to the whole request."""
+        if self.prefill is not None:
+            self.prefill.remove(stem)
+        self._publish(request, stem.pages)
+        request.stem = None
+        started = request.received if request.started is None else request.started
+        stamps = {"queue": started - request.received, "prefill": now - started}
+        echo = _echo(stem, request.prompt_logprobs)
+        cached = stem.num_cached or 0
+        if not stem.samplers:
+            self._release(stem.take_pages())
+            start = len(stem.output)
+            return [
+                empty_delta(request.key, sample, start, echo if not sample else (), cached if not sample else 0, stamps)
+                for sample in range(request.samples)
+            ]
+        deltas: list[Delta] = []
+        for state, token, logprob in zip(stem.samplers, result.tokens, result.logprobs, strict=True):
+            finish = self._begin(request, stem, state, token, now)
+            first = not deltas
+            deltas.append(
+                token_delta(
+                    request.key,
+                    state,
+                    token,
+                    logprob,
+                    finish,
+                    stamps,
+                    prompt_logprobs=echo if first else (),
+                    cached_tokens=cached if first else 0,
+                )
+            )
+        self._hand_down(request, stem)
+        return deltas
+
+    def _begin(self, request: Request, stem: Sequence, state: SamplerState, token: int, now: float) -> str | None:
+        self.node.loop_stats.output_tokens += 1
+        state.observe(token)
+        finish = state.finish_reason(token)
+        if finish is None:
+            sample = stem.sample(state, token)
+            sample.last_token_at = now
+            request.live.append(sample)
+        return finish
+
+    def _hand_down(self, request: Request, stem: Sequence) -> None:
+        """The stem's pages go to its living samples: the first takes them over, the others fork or compute again."""
+        if not request.live:
+            self._release(stem.take_pages())
+            return
+        first, others = request.live[0], request.live[1:]
+        first.pages, first.num_computed = stem.pages, stem.num_computed
+        stem.pages = []
+        self.scheduler.start(first)
+        copies = self._allocate_copies(request.num_tokens, len(others))
+        if copies is not None:
+            self._fork(first, others, copies)
+            return
+        for sequence in others:
+            if not self._recompute(sequence):
+                return
+
+    # ------------------------------------------------------------------------------------------------------------ ends
+
+    def _publish(self, request: Request, pages: Seq[int]) -> None:
+        """The prompt's full blocks may serve other requests; without the pages before a window there is no prefix."""
+        if request.hashes and SCRATCH_PAGE not in pages:
+            self.kv.publish(request.namespace, request.hashes, pages, request.num_tokens)
+
+    def _fail(self, request: Request, code: str, message: str, retryable: bool) -> None:
+        self._forget(request)
+        self.node.failed(request.key, code, message, retryable)
+        log.warning("request_failed", extra={"fields": {"request": request.key[0], "code": code, "why": message}})
+
+    def _forget(self, request: Request) -> None:
+        """Every trace of the request, and every page it holds."""
+        del self._requests[request.key]
+        self.scheduler.drop(request)
+        for sequence in request.sequences:
+            self.scheduler.stop(sequence)
+            if self.prefill is not None:
+                self.prefill.remove(sequence)
+            self._release(sequence.take_pages())
+
+    def _release(self, pages: list[int]) -> None:
+        if pages:
+            self.kv.release(pages)
+
+    # ---------------------------------------------------------------------------------------------------------- report
+
+    def _report(self) -> None:
+        now = self._clock()
+        requests = self._requests.values()
+        blocked = [s for s in self.prefill or () if not s.pages]
+        queued = [r.received for r in self.scheduler.waiting] + [s.received for s in blocked]
+        stats = self.node.loop_stats
+        stats.running = len(self.scheduler.running)
+        stats.queued = len(queued)
+        stats.queue_age_s = now - min(queued) if queued else 0.0
+        stats.headroom_pages = self.scheduler.oldest_growth(requests) + sum(
+            self.kv.layout.num_pages(s.num_known + 1) for s in blocked
+        )
+        if self.prefill is not None:
+            stats.prefill_tokens_queued = self.prefill.num_queued_tokens
+            stats.prefill_tokens_per_s = self.prefill.tokens_per_s
+        stats.stamp = now
+        if not requests and not self._checked:
+            self.kv.check()
+            self._checked = True
+
+
+def _echo(stem: Sequence, logprobs: list[Logprob]) -> tuple[TokenLogprob, ...]:
+    """Prompt logprobs, one a prompt token; the first token has none."""
+    if stem.prompt_logprobs is None or stem.prompt is None:
+        return ()
+    first = TokenLogprob(int(stem.prompt[0]), None, ())
+    return (first, *(TokenLogprob(p.token, p.logprob, p.top) for p in logprobs))

@@ -1,0 +1,142 @@
+"""A request on a generation worker: the samples that still run, and what its first delta has to carry.
+
+A request is in one of four places at a time: a hand-off that waits for a slot; a *stem*, the local prefill that its
+samples share; running; or, sample by sample, being recomputed. Plain data, dies with its loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tailrace.engine.sequence import Sequence, sampler_states
+from tailrace.engine.step import Logprob, SamplerState
+from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout
+from tailrace.transfer.loop_events import Key
+from tailrace.transfer.messages import Delta, Handoff, TokenLogprob, pack_ids, unpack_ids
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request of this worker.
+
+    Attributes:
+        received: clock when it came to the loop.
+        live: samples that have not ended.
+        stem: the shared local prefill; None once the samples exist.
+        started: clock of the stem's first chunk.
+        samples: number of samples asked for.
+        num_tokens: tokens whose state was handed over, or is the stem's to compute.
+    """
+
+    key: Key
+    order: int
+    received: float
+    priority: int
+    samples: int
+    num_tokens: int
+    hashes: bytes
+    namespace: bytes
+    live: list[Sequence] = field(default_factory=list)
+    stem: Sequence | None = None
+    started: float | None = None
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.live if self.stem is None else [self.stem, *self.live]
+
+
+def request_of_handoff(
+    handoff: Handoff, pages: tuple[int, ...], order: int, now: float, eos_ids: frozenset[int]
+) -> Request:
+    """The request that a hand-off record describes; its first living sample has the pages, the others none yet."""
+    key = (handoff.request, handoff.attempt)
+    tail, output = unpack_ids(handoff.tail_ids), unpack_ids(handoff.output_ids)
+    whole = len(tail) == handoff.num_prompt_tokens
+    prompt = np.array(tail, np.int32) if whole else None
+    request = Request(
+        key,
+        order,
+        now,
+        handoff.priority,
+        handoff.samples,
+        handoff.num_tokens,
+        handoff.hashes,
+        handoff.namespace,
+    )
+    states = sampler_states(
+        handoff.params, range(handoff.samples), handoff.num_prompt_tokens, eos_ids, handoff.counts, output
+    )
+    for state, token, finished in zip(states, handoff.first_tokens, handoff.finished, strict=True):
+        if finished:
+            continue
+        state.observe(token)
+        request.live.append(
+            Sequence(
+                key,
+                order=order,
+                received=now,
+                num_prompt_tokens=handoff.num_prompt_tokens,
+                prompt=prompt,
+                samplers=(state,),
+                output=[*output, token],
+                priority=handoff.priority,
+                hashes=handoff.hashes,
+                namespace=handoff.namespace,
+                last_token_at=now,
+            )
+        )
+    if request.live:
+        request.live[0].pages = list(pages)
+        request.live[0].num_computed = handoff.num_tokens
+    return request
+
+
+def why_unusable(handoff: Handoff, pages: tuple[int, ...], layout: PageLayout) -> str | None:
+    """What makes a hand-off impossible to decode, or None. Without this, missing pages would become wrong tokens."""
+    expected = layout.num_pages(handoff.num_tokens)
+    if handoff.num_tokens < 1 or len(pages) != expected:
+        return f"{len(pages)} pages for {handoff.num_tokens} tokens, which need {expected}"
+    first = layout.first_needed_page(handoff.num_tokens)
+    missing = [ordinal for ordinal in range(first, expected) if pages[ordinal] == SCRATCH_PAGE]
+    if missing:
+        return f"no page for ordinals {missing[:8]}"
+    if not len(handoff.first_tokens) == len(handoff.finished) == handoff.samples:
+        return f"{len(handoff.first_tokens)} first tokens for {handoff.samples} samples"
+    return None
+
+
+def token_delta(
+    key: Key,
+    state: SamplerState,
+    token: int,
+    logprob: Logprob | None,
+    finish: str | None,
+    stamps: dict[str, float],
+    *,
+    prompt_logprobs: tuple[TokenLogprob, ...] = (),
+    cached_tokens: int = 0,
+) -> Delta:
+    """One new token, already observed by `state`. A token that ends its sample is in `ids` and named by `stop_id`."""
+    return Delta(
+        request=key[0],
+        attempt=key[1],
+        sample=state.sample,
+        start=state.num_output_tokens - 1,
+        ids=pack_ids((token,)),
+        logprobs=() if logprob is None else (TokenLogprob(logprob.token, logprob.logprob, logprob.top),),
+        finish=finish,
+        stop_id=token if finish == "stop" else None,
+        prompt_logprobs=prompt_logprobs,
+        cached_tokens=cached_tokens,
+        stamps=stamps,
+    )
+
+
+def empty_delta(
+    key: Key, sample: int, start: int, prompt_logprobs: tuple[TokenLogprob, ...], cached: int, stamps: dict[str, float]
+) -> Delta:
+    """The only delta of a sample with max_tokens 0."""
+    return Delta(key[0], key[1], sample, start, b"", (), "length", None, prompt_logprobs, cached, stamps)
