@@ -31,6 +31,7 @@ class Event(StrEnum):
     START = "start"  # first chunk scheduled
     BIND = "bind"  # a gen took the request
     UNBIND = "unbind"  # that gen died or gave up before release
+    UNBIND_EARLY = "unbind_early"  # the same while the prompt was still being computed, or queued
     PREFILL_END = "prefill_end"
     READ_ALL = "read_all"  # bitmap full and hand-off record there
     VALID = "valid"
@@ -51,6 +52,7 @@ TABLE: dict[tuple[State, Event], State] = {
     (_S.QUEUED, _E.REFUSE): _S.REFUSED,
     (_S.PLACED, _E.START): _S.PREFILLING,
     (_S.PLACED, _E.BIND): _S.READING,
+    (_S.PREFILLING, _E.START): _S.PREFILLING,  # was bound, then unbound, while queued on ctx
     (_S.PREFILLING, _E.BIND): _S.READING,
     (_S.PREFILLING, _E.PREFILL_END): _S.PREFILLED_UNBOUND,
     (_S.PREFILLING, _E.VALID): _S.DECODING,  # local prefill: nothing to read
@@ -60,6 +62,7 @@ TABLE: dict[tuple[State, Event], State] = {
     (_S.READING, _E.START): _S.READING,  # bound while still queued on ctx
     (_S.READING, _E.PREFILL_END): _S.READING,
     (_S.READING, _E.UNBIND): _S.PREFILLED_UNBOUND,
+    (_S.READING, _E.UNBIND_EARLY): _S.PREFILLING,
     (_S.READING, _E.READ_ALL): _S.RELEASING,
     (_S.READING, _E.FINISH): _S.FINISHED,
     (_S.RELEASING, _E.VALID): _S.DECODING,
