@@ -1,0 +1,131 @@
+"""Faults for tests, as plain data and the counters that spend them. None of it exists unless the config allows faults.
+
+The node consults one `Faults` object about frames, and wraps its transports with `transfer/faulty.py`; no other code
+knows that faults exist. A plan is the worker's whole fault configuration: setting another one replaces it, and setting
+`{}` releases what is held and ends all faults. Knows no transport. Dies with its worker.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+FRAME_KINDS = ("ready", "handoff", "release", "landed")
+ALL = -1  # a count that never ends
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """The fault configuration of one worker.
+
+    Attributes:
+        hold_before_page: pause every transfer before its page of this ordinal, until a plan without it is set. Its
+            reader's renewals pause too, so that leases run.
+        drop: kind -> how many of the next frames vanish, ALL for every one. Kinds: ready and handoff at ctx, release at
+            gen, landed (a landing write's notification) at gen.
+        dup: kind -> how many of the next frames are sent twice.
+        late_s: kind -> delay of every frame of that kind.
+        fail_read: a read of the page of this ordinal fails, `fail_times` times. On gen.
+        fail_post: the posting of a landing write that holds the page of this ordinal fails, `fail_times` times. On ctx.
+        slow_bytes_per_s: rate limit of the wire.
+        poison: freed pages are filled.
+    """
+
+    hold_before_page: int | None = None
+    drop: dict[str, int] = field(default_factory=dict)
+    dup: dict[str, int] = field(default_factory=dict)
+    late_s: dict[str, float] = field(default_factory=dict)
+    fail_read: int | None = None
+    fail_post: int | None = None
+    fail_times: int = 1
+    slow_bytes_per_s: float | None = None
+    poison: bool = False
+
+    @staticmethod
+    def parse(text: str) -> FaultPlan:
+        """From JSON; ValueError names the key at fault. An empty object is a plan without faults."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"faults are not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"faults must be an object, not {type(data).__name__}")
+        known = {f.name for f in fields(FaultPlan)}
+        for key, value in data.items():
+            if key not in known:
+                raise ValueError(f"unknown fault {key!r}; known are {', '.join(sorted(known))}")
+            _check(key, value)
+        return FaultPlan(**data)
+
+
+def _check(key: str, value: Any) -> None:
+    if key in ("drop", "dup", "late_s"):
+        number = float if key == "late_s" else int
+        if not isinstance(value, dict) or not set(value) <= set(FRAME_KINDS):
+            raise ValueError(f"{key} maps kinds ({', '.join(FRAME_KINDS)}) to numbers, not {value!r}")
+        if not all(_is_number(v, number) and (v >= 0 or v == ALL) for v in value.values()):
+            raise ValueError(f"{key}: a number is wrong in {value!r}")
+    elif key == "poison":
+        if not isinstance(value, bool):
+            raise ValueError(f"poison is true or false, not {value!r}")
+    elif key == "slow_bytes_per_s":
+        if value is not None and (not _is_number(value, float) or value <= 0):
+            raise ValueError(f"slow_bytes_per_s is a positive number, not {value!r}")
+    elif key == "fail_times":
+        if not _is_number(value, int) or value < ALL:
+            raise ValueError(f"{key} is a count, not {value!r}")
+    elif value is not None and (not _is_number(value, int) or value < 0):
+        raise ValueError(f"{key} is the ordinal of a page, not {value!r}")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (kind is float and isinstance(value, float) and math.isfinite(value))
+
+
+class Faults:
+    """A plan and what is left of it. Not thread-safe: lives in the transfer thread."""
+
+    def __init__(self, plan: FaultPlan | None = None) -> None:
+        self.set(plan or FaultPlan())
+
+    def set(self, plan: FaultPlan) -> None:
+        """Replace everything."""
+        self.plan = plan
+        self._drop, self._dup = dict(plan.drop), dict(plan.dup)
+        self._reads = self._posts = plan.fail_times
+
+    def frame(self, kind: str) -> tuple[int, float]:
+        """(copies to send, delay in seconds) of the next frame of this kind."""
+        if self._spend(self._drop, kind):
+            return 0, 0.0
+        return (2 if self._spend(self._dup, kind) else 1), self.plan.late_s.get(kind, 0.0)
+
+    def holds(self, ordinals: set[int]) -> bool:
+        """Whether a transfer of these pages must pause before one of them."""
+        hold = self.plan.hold_before_page
+        return hold is not None and any(ordinal >= hold for ordinal in ordinals)
+
+    def fails_read(self, ordinals: set[int]) -> bool:
+        """Whether a read of these pages fails; spends one failure."""
+        if self.plan.fail_read not in ordinals or self._reads == 0:
+            return False
+        self._reads -= self._reads > 0
+        return True
+
+    def fails_post(self, ordinals: set[int]) -> bool:
+        """Whether the posting of these pages fails; spends one failure."""
+        if self.plan.fail_post not in ordinals or self._posts == 0:
+            return False
+        self._posts -= self._posts > 0
+        return True
+
+    @staticmethod
+    def _spend(counts: dict[str, int], kind: str) -> bool:
+        left = counts.get(kind, 0)
+        if left > 0:
+            counts[kind] = left - 1
+        return left != 0

@@ -1,0 +1,148 @@
+"""What a transport is: the moving of pages between two workers that are paired. Types and one Protocol, torch-free.
+
+Two kinds. A *reading* transport (shm, in_process): gen copies out of ctx's pages, then re-reads their generation
+numbers. A *landing* transport (nixl): gen grants landing chunks, ctx packs pages and writes them there, gen unpacks. In
+both no process ever writes into another's pool, and a job is finished only when its own copy has returned: nothing that
+happens to its request ends it early, because that is what quarantine waits for.
+
+Everything here is called from the transfer thread and returns at once, but for `probe`. If a peer dies its jobs come to
+an end by themselves (`reads_survive_death`) or by `disconnect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tailrace.transfer.loop_events import Key
+from tailrace.transfer.messages import Landed, LandingGrant, PageDescriptor
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """Bring units into our pages. `units`: (ctx's page, our page). `landed`: unpack them from that landing chunk."""
+
+    job: int
+    key: Key
+    boot: str
+    units: tuple[tuple[PageDescriptor, int], ...]
+    landed: Landed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """The one answer to a ReadJob: none of its copies can write any more.
+
+    `units_stale`: their generation changed, our page holds nothing of use. With `error` set, units that stand in
+    neither list failed.
+    """
+
+    job: int
+    key: Key
+    units_ok: tuple[PageDescriptor, ...]
+    units_stale: tuple[PageDescriptor, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PostJob:
+    """Pack our pages, check their generations after that, write them into gen's landing chunk and notify."""
+
+    job: int
+    key: Key
+    boot: str
+    pages: tuple[PageDescriptor, ...]
+    grant: LandingGrant
+
+
+@dataclass(frozen=True, slots=True)
+class PostDone:
+    """The one answer to a PostJob. With `error` set nothing was, or will be, written. `stale`: a page had changed."""
+
+    job: int
+    key: Key
+    error: str | None = None
+    stale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LandedIn:
+    """A landing write's notification came from this peer, and its header is right."""
+
+    boot: str
+    landed: Landed
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCounts:
+    """Landing chunks of this worker: free + granted + unpacking == total."""
+
+    free: int = 0
+    granted: int = 0
+    unpacking: int = 0
+    total: int = 0
+
+
+class Transport(Protocol):
+    """One way to move pages, with all peers of a worker.
+
+    Attributes:
+        name: as in Hello.transports and in metrics.
+        reads_survive_death: a dead peer's pages can still be read, until `disconnect`.
+        units_per_grant: pages that fit a landing chunk; 0 if this transport reads.
+    """
+
+    name: str
+    reads_survive_death: bool
+    units_per_grant: int
+
+    def local_info(self) -> bytes:
+        """What a peer needs to connect."""
+        ...
+
+    def connect(self, boot: str, info: bytes) -> None:
+        """Make a peer reachable. Raises PeerError if it is not, over this transport."""
+        ...
+
+    def probe(self, boot: str) -> bool:
+        """Gen: whether one page of known bytes comes over intact. May block; called off the hot path, in a thread."""
+        ...
+
+    def disconnect(self, boot: str) -> None:
+        """Close the mapping, or destroy the agent; jobs of that peer are all reported. Unknown boots are ignored."""
+        ...
+
+    def read(self, job: ReadJob) -> None: ...
+
+    def still_valid(self, boot: str, seen: Sequence[tuple[int, int]]) -> bool:
+        """Whether the peer's (page, generation) stand unchanged in its memory; False where that cannot be seen."""
+        ...
+
+    def grants(self, key: Key, boot: str, n: int) -> tuple[LandingGrant, ...]:
+        """Gen: up to n free landing chunks for this attempt; as many as there are."""
+        ...
+
+    def drop_landed(self, boot: str, landed: Landed) -> None:
+        """Gen: nobody wants what landed; its chunk is free again."""
+        ...
+
+    def reclaim(self, key: Key, boot: str) -> None:
+        """Gen: ctx has said that it posts no more for this attempt; its chunks without a notification are free."""
+        ...
+
+    def post(self, job: PostJob) -> None: ...
+
+    def poll(self) -> list[ReadDone | PostDone | LandedIn]:
+        """Everything that came to its end since the last call."""
+        ...
+
+    def busy(self) -> bool:
+        """Whether `poll` may have something soon: a job under way, or a landing chunk out."""
+        ...
+
+    def counts(self) -> ChunkCounts: ...
+
+    def close(self) -> None:
+        """Every peer, helper thread and mapping of this transport. Waits for copies under way."""
+        ...
