@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,7 +48,7 @@ class StepEngine(Protocol):
 
     def step(self, plan: StepPlan) -> list[RowResult]: ...
 
-    def poison(self, pages: list[int]) -> None: ...
+    def poison(self, pages: Seq[int]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -246,8 +246,8 @@ def _search_value(cumulative: np.ndarray, target: float) -> int:
 class _Edge:
     """A token that a filter nearly took in or left out.
 
-    Noise larger than `gap` changes the kept set; that moves every boundary of the draw by at most `weight`. Both are
-    shares of the whole.
+    Noise larger than `gap` (of a score, or of a sum of probabilities: what the filter compares) changes the kept set;
+    that moves every boundary of the draw by at most `weight`, a probability.
     """
 
     gap: float
@@ -275,7 +275,8 @@ def _kept(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.nd
     if params.min_p > 0.0:
         share = weights / float(weights.max())
         nearest = int(np.abs(share - params.min_p).argmin())
-        edges.append(_Edge(abs(float(share[nearest]) - params.min_p), float(weights[nearest] / weights.sum())))
+        gap = abs(math.log(float(share[nearest]) / params.min_p)) if share[nearest] else math.inf
+        edges.append(_Edge(gap, float(weights[nearest] / weights.sum())))
         ids, weights = ids[share >= params.min_p], weights[share >= params.min_p]
     rising = np.argsort(ids)
     return ids[rising], weights[rising], edges
@@ -283,7 +284,8 @@ def _kept(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.nd
 
 def _swap_edge(shares: np.ndarray, count: int) -> _Edge:
     """Last one in and first one out of falling shares, of which `count` are kept, could change places."""
-    return _Edge(float(shares[count - 1] - shares[count]), float(shares[count - 1]))
+    last, next_one = float(shares[count - 1]), float(shares[count])
+    return _Edge(math.log(last / next_one) if next_one else math.inf, last)
 
 
 def _leading(scores: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray, float]:
