@@ -72,6 +72,11 @@ class Supervisor:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    @property
+    def well(self) -> bool:
+        """True if the rank runs and is not stuck."""
+        return self.ready is not None and self._verdict() is None
+
     async def start(self) -> RankReady:
         """Start the rank and wait until its loop runs.
 

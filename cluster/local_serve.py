@@ -1,0 +1,191 @@
+"""`tailrace serve`: a local Ray cluster with the application, from nothing to an answered question, until Ctrl-C.
+
+The steps: check the file and the ports, start Ray, deploy, show the workers' phases until the cluster is ready, print a
+curl line, ask one question, wait. Whatever happens the cluster is removed again on the way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tailrace.cluster.client import RECEIPT, Client
+from tailrace.cluster.config import TailraceConfig, load_config, read_args, read_yaml
+from tailrace.cluster.discovery import WORKER_PREFIX, Directory, RayDirectory
+from tailrace.cluster.launcher import LocalCluster, check_port_free
+from tailrace.cluster.sizes import derive
+from tailrace.model.errors import ConfigError, PeerError, WorkerError
+from tailrace.model.source import open_source
+
+QUESTION = "What is the capital of France?"
+POLL_S = 0.2
+PHASE_SHARE = {"load": (0.0, 0.6), "compile": (0.6, 0.3), "run": (0.9, 0.1), "ready": (1.0, 0.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to serve and where: the file with the command line's ports put in."""
+
+    args: dict[str, Any]
+    config: TailraceConfig
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
+
+    @property
+    def key(self) -> str | None:
+        """A key that our own question may use."""
+        return self.config.api_keys[0].get_secret_value() if self.config.api_keys else None
+
+
+def make_plan(file: Path, port: int | None, operators_port: int | None) -> Plan:
+    """Reads and checks the file, the model's shape and both ports; ConfigError says what is wrong."""
+    args = dict(read_args(file))
+    if operators_port is not None:
+        args["operators_port"] = operators_port
+    options = read_yaml(file).get("http_options") or {}
+    host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000)) if port is None else port
+    config = load_config(args)
+    derive(config, open_source(config.model).config)
+    check_port_free(host, port, "http_options.port (--port)")
+    if config.operators_port:
+        check_port_free("0.0.0.0", config.operators_port, "operators_port (--operators-port)")
+    if port == config.operators_port:
+        raise ConfigError(f"operators_port: {port} is the clients' port too")
+    return Plan(args, config, host, port)
+
+
+def serve_until_stopped(plan: Plan, console: Console, *, ask: bool) -> None:
+    """Blocks until SIGINT or SIGTERM; raises WorkerError if the application does not come up."""
+    console.print("starting Ray on this machine ...")
+    with _stop_signals() as stop, LocalCluster(plan.config.app_name, {"host": plan.host, "port": plan.port}):
+        stop.install()  # Ray has put its own handlers in place
+        _deploy(plan, console, stop)
+        if ask and not stop.asked:
+            _ask(plan, console)
+        if not stop.asked:
+            console.print("\n[bold]serving[/bold]; Ctrl-C ends it")
+        while not stop.asked:
+            time.sleep(POLL_S)
+        console.print("ending ...")
+    console.print("ended; nothing is left running")
+
+
+class _Stop:
+    """Set by the first SIGINT or SIGTERM; a second SIGINT is for the impatient and interrupts the clean-up's waits."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_Stop]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop = _Stop()
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _deploy(plan: Plan, console: Console, stop: _Stop) -> None:
+    """Deploys in a thread and shows progress until /ready says so."""
+    from ray import serve
+
+    from tailrace.cluster.app import build
+
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            serve.run(build(plan.args), name=plan.config.app_name, route_prefix="/")
+        except RuntimeError as error:  # what serve.run raises when a deployment fails
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="deploy")
+    thread.start()
+    directory = RayDirectory(plan.config.app_name)
+    with _progress(console) as bar, Client(plan.url) as client:
+        shown: dict[str, Any] = {}
+        for role in ("ctx", "gen"):
+            for number in range(plan.config.pool(role).replicas):
+                shown[f"{role}-{number}"] = bar.add_task(f"{role}-{number}", total=1.0, phase="waiting for Ray")
+        whole = bar.add_task("cluster", total=1.0, phase="deploying")
+        while not stop.asked:
+            if failure:
+                raise WorkerError(f"the application did not come up: {failure[0]}")
+            _show_workers(directory, bar, shown)
+            if not thread.is_alive():
+                status, reasons = client.ready()
+                bar.update(whole, phase=status if status == "ready" else "; ".join(reasons)[:60])
+                if status == "ready":
+                    bar.update(whole, completed=1.0)
+                    return
+            time.sleep(POLL_S)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[phase]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _show_workers(directory: Directory, bar: Progress, shown: dict[str, Any]) -> None:
+    for name, task in shown.items():
+        entry = directory.lookup(WORKER_PREFIX + name)
+        if entry is not None:
+            start, share = PHASE_SHARE[entry["phase"]]
+            bar.update(task, completed=start + share * float(entry["fraction"]), phase=entry["phase"])
+
+
+def curl_line(plan: Plan) -> str:
+    """A command that asks the question from another terminal."""
+    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if plan.key else ""
+    return f"curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+
+
+def _ask(plan: Plan, console: Console) -> None:
+    console.print("\nask it yourself:\n")
+    console.print(curl_line(plan), style="cyan", soft_wrap=True, markup=False, highlight=False)
+    with Client(plan.url, plan.key) as client:
+        try:
+            answer, headers = client.chat([{"role": "user", "content": QUESTION}], temperature=0)
+        except PeerError as error:
+            console.print(f"\n[red]the question was not answered[/red]: {error}")
+            return
+    console.print(f"\n[bold]{QUESTION}[/bold]\n{answer}")
+    receipt = {name.lower(): value for name, value in headers.items()}.get(RECEIPT.lower())
+    if receipt:
+        console.print(_where(json.loads(receipt)), style="dim", highlight=False)
+
+
+def _where(receipt: dict[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in receipt.items())

@@ -1,0 +1,153 @@
+"""A worker's rank process, from its first line to its orderly end; a child of cluster/supervisor.py.
+
+    python -m tailrace.cluster.rank --parent PID --report-fd N --stamp-fd N      (the spec comes on stdin)
+
+The main thread is the worker's loop. Thread settings are made before torch is imported, since its OpenMP reads them
+once: spinning threads of two workers on two cores cost more than they compute. The process dies with its supervisor
+(parent-death signal), and on any failure with one log record and a non-zero status. SIGTERM ends it in order: sockets
+closed, the arena unlinked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tailrace.cluster import log as logs
+from tailrace.cluster.progress import Phase, ProgressStamp
+from tailrace.cluster.spec import RankSpec
+
+if TYPE_CHECKING:
+    from tailrace.cluster.worker import Worker
+
+log = logging.getLogger(__name__)
+
+STAMP_PERIOD_S = 0.1
+_PR_SET_PDEATHSIG = 1
+
+Report = Callable[[dict[str, Any]], None]
+Stamp = Callable[[Phase, float, float | None], None]
+Follow = Callable[["Worker"], None]
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit now if that has happened already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        sys.exit(f"the supervisor {parent} is gone")
+
+
+def set_thread_environment(threads: int | None) -> int:
+    """What OpenMP reads when torch is imported; returns the number of threads. To be called before that import."""
+    if "torch" in sys.modules:
+        raise RuntimeError("torch is imported already: its OpenMP has read its settings")
+    count = len(os.sched_getaffinity(0)) if threads is None else threads
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ["GOMP_SPINCOUNT"] = "0"
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(count)
+    return count
+
+
+def run_rank(spec: RankSpec, report: Report, stamp: Stamp, follow: Follow) -> None:
+    """Load, compile and run one rank until SIGTERM.
+
+    Args:
+        report: is told {"ready": ...} once the loop is about to run, or {"failed": ...}.
+        stamp: is told phase, part done and the time of progress (None: now).
+        follow: runs in a thread of its own and tells the worker where the router is, and to drain.
+    """
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: _on_sigterm(stop, number, frame))
+    config = spec.config
+    logs.configure(config.log_level, spec.name)
+    sys.excepthook = lambda kind, error, trace: _root_cause(report, kind, error, trace)
+    threads = set_thread_environment(config.pool(spec.role).threads)
+    stamp("load", 0.0, None)
+    log.info("rank_starts", extra={"fields": {"role": spec.role, "threads": threads, **logs.versions()}})
+    from tailrace.cluster.worker import Worker  # imports torch
+
+    started = time.monotonic()
+    worker = Worker(spec, config, threads=threads, progress=lambda phase, done: stamp(phase, done, None))
+    try:
+        worker.load()
+        worker.warm_up()
+        host, port = worker.start()
+        threading.Thread(target=follow, args=(worker,), daemon=True, name="follow").start()
+        threading.Thread(target=_copy_stamp, args=(worker, stamp), daemon=True, name="stamp").start()
+        report({"ready": {"boot": worker.boot, "host": host, "port": port, "pid": os.getpid()}})
+        seconds = round(time.monotonic() - started, 2)
+        log.info("rank_ready", extra={"fields": {"boot": worker.boot, "port": port, "seconds": seconds}})
+        worker.run(stop)
+    finally:
+        worker.close()
+    log.info("rank_ends", extra={"fields": {"boot": worker.boot}})
+
+
+def _on_sigterm(stop: threading.Event, number: int, frame: FrameType | None) -> None:
+    stop.set()
+
+
+def _root_cause(report: Report, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        log.error("rank_failed", exc_info=(kind, error, trace), extra={"fields": {"reason": str(error)}})
+    report({"failed": f"{kind.__name__}: {error}"})
+
+
+def _copy_stamp(worker: Worker, stamp: Stamp) -> None:
+    """The loop's own stamp, to where the supervisor reads it: if the loop does not move, neither does the stamp."""
+    while True:
+        stamp("run", 1.0, worker.loop_stamp)
+        time.sleep(STAMP_PERIOD_S)
+
+
+def _lines(fd: int) -> Iterator[dict[str, Any]]:
+    """JSON lines from a file descriptor. Read without a file object: a daemon thread that holds the lock of one when
+    the interpreter ends would abort it."""
+    pending = b""
+    while data := os.read(fd, 65536):
+        *complete, pending = (pending + data).split(b"\n")
+        yield from (json.loads(line) for line in complete)
+
+
+def _obey(worker: Worker, messages: Iterator[dict[str, Any]]) -> None:
+    """What the supervisor says. The end of it means that the supervisor is gone, and the kernel sees to that."""
+    for message in messages:
+        if "router" in message:
+            worker.set_router(message["router"])
+        if "drain" in message:
+            worker.drain(float(message["drain"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One rank of a worker; started by its supervisor.")
+    for name in ("parent", "report-fd", "stamp-fd"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the supervisor's parents to decide on
+    pipe = os.fdopen(options.report_fd, "w")
+    stamp = ProgressStamp(options.stamp_fd)
+
+    def report(message: dict[str, Any]) -> None:
+        pipe.write(json.dumps(message) + "\n")
+        pipe.flush()
+
+    messages = _lines(0)
+    spec = RankSpec.from_json(next(messages))
+    run_rank(spec, report, stamp.write, lambda worker: _obey(worker, messages))
+
+
+if __name__ == "__main__":
+    main()
