@@ -80,8 +80,8 @@ class PostDone:
     """The one answer to a PostJob.
 
     With `error` set and not `lost`, nothing was, or will be, written: ctx may say Fail `not_posted`. `lost`: it was
-    posted, then the connection failed, so it may have landed or land yet: ctx says Fail `transfer`, and gen, if that key
-    still has chunks out, must end the pair (`disconnect`) before it grants them again. `stale`: a page had changed.
+    posted, then the connection failed, so it may have landed or land yet: ctx says Fail `transfer`, and gen, if that
+    key still has chunks out, must end the pair (`disconnect`) before it grants them again. `stale`: a page had changed.
     """
 
     job: int
@@ -146,7 +146,7 @@ class Transport(Protocol):
         ...
 
     def read(self, job: ReadJob) -> None:
-        """Copy, or unpack; answered by one ReadDone, with error `corrupt` if the chunk differs from its notification."""
+        """Copy, or unpack; answered by one ReadDone, whose error is `corrupt` if the chunk is not as it was announced."""
         ...
 
     def abandon(self, boot: str, job: int) -> None:
