@@ -15,7 +15,7 @@ from tailrace.cluster.client import Client
 from tailrace.cluster.config import TailraceConfig, load_file
 from tailrace.cluster.sizes import Sizes, derive
 from tailrace.model.errors import ConfigError, PeerError, TailraceError
-from tailrace.model.source import open_source
+from tailrace.model.source import describe, open_source
 
 cli = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Serves language models with prefill apart from decode."
@@ -119,18 +119,16 @@ def _sizes_table(config: TailraceConfig, sizes: Sizes) -> Table:
 
 
 def _groups_table(model: str) -> Table:
-    from tailrace.kv_cache.layout import DTYPE_BYTES
-    from tailrace.model.config import state_groups
-
-    source = open_source(model)
-    table = Table(
-        "group", "layers", "fields", "window", "bytes a token (float32 / bfloat16)",
-        title=f"{source.name}, revision {source.revision[:12]}", title_justify="left",
-    )  # fmt: skip
-    for group in state_groups(source.config):
+    sizes = describe(open_source(model))
+    title = f"{sizes.name}: {sizes.family}, {sizes.num_parameters:,} parameters, revision {sizes.revision}"
+    table = Table("state group", "layers", "fields", "looks back", title=title, title_justify="left")
+    for group in sizes.groups:
         fields = ", ".join(f"{f.name} {f.kv_heads}x{f.dim}" for f in group.fields)
-        sizes = " / ".join(str(group.elements_per_token() * DTYPE_BYTES[d]) for d in ("float32", "bfloat16"))
-        table.add_row(group.kind.value, str(group.num_layers), fields, str(group.window or "all"), sizes)
+        table.add_row(
+            group.kind.value, str(group.num_layers), fields, "over all" if group.window is None else str(group.window)
+        )
+    per_token = ", ".join(f"{dtype} {count:,}" for dtype, count in sizes.kv_bytes_per_token.items())
+    table.caption = f"bytes a token: {per_token}; positions: {sizes.max_position:,}"
     return table
 
 

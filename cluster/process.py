@@ -3,9 +3,9 @@
     python -m tailrace.cluster.process {router,ingress,ctx,gen} --config FILE --directory DIR [--name NAME] [--port N]
 
 Processes that share a directory are one application. When it serves, one JSON line stands on stdout:
-{"ready": true, "role": .., "name": .., "host": .., "port": .., "boot": .., "pid": ..}; a failure is a line on stderr and a
-non-zero status. SIGTERM ends it in order. ctx and gen run their rank in this very process, unless --supervised puts
-the supervisor in between as under Ray.
+{"ready": true, "role": .., "name": .., "host": .., "port": .., "boot": .., "pid": ..}. A failure is a line on stderr
+and a non-zero status. SIGTERM ends it in order. ctx and gen run their rank in this very process, unless --supervised
+puts the supervisor in between as under Ray.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""The command line: what it prints and how it exits. The serve command has its own tests (test_serve_command.py)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MANIFESTS = Path(__file__).resolve().parents[2] / "manifests"
+
+
+def tailrace(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "tailrace.cluster.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **options,
+    )
+
+
+def test_check_prints_derived_sizes():
+    result = tailrace("check", str(MANIFESTS / "serve/local.yaml"))
+    assert result.returncode == 0, result.stderr
+    for text in ("2911 usable", "368640", "23040", "8192"):
+        assert text in result.stdout
+
+
+def test_check_of_a_model_prints_its_state_groups():
+    result = tailrace("check", "--model", "smollm2")
+    assert result.returncode == 0, result.stderr
+    for text in ("history", "30", "k 3x64, v 3x64", "23,040"):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("kv_byte: 1\n", "unknown key 'kv_byte'; did you mean 'kv_bytes'?"),
+        ("ctx: {run_ahead: 1}\n", "key 'run_ahead' is a decode-only option"),
+        ("applications: [{args: {gen: {replica: 1}}}]\n", "gen: unknown key 'replica'; did you mean 'replicas'?"),
+        ("kv_bytes: 1MiB\n", "a scratch page and one block need 5"),
+        ("model: /no/such/folder\n", "'/no/such/folder'"),
+        ("- a\n", "not a mapping"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_key_named_and_no_traceback(tmp_path, text, complaint):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    for command in ("check", "serve"):
+        result = tailrace(command, str(file))
+        assert result.returncode == 2
+        assert complaint in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_status_of_nobody_is_one_line_and_exit_status_3():
+    result = tailrace("status", "--url", "http://127.0.0.1:9")
+    assert result.returncode == 3
+    assert "http://127.0.0.1:9/cluster" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_check_of_nothing_says_what_to_name():
+    result = tailrace("check")
+    assert result.returncode == 2
+    assert "name a FILE" in result.stderr
