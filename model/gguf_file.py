@@ -20,7 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from tailrace.model.config import ModelConfig, Rope, RopeKind
 from tailrace.model.errors import ConfigError
 from tailrace.model.hf_directory import yarn_mscale
-from tailrace.model.tensors import TensorEntry
+from tailrace.model.tensors import MappedFile, TensorEntry, TensorTable
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -71,9 +71,13 @@ class StoredTensor:
 class GgufFile:
     """metadata: key -> number, bool, text, or list of one of these."""
 
-    path: Path
+    mapped: MappedFile
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+
+    @property
+    def path(self) -> Path:
+        return self.mapped.path
 
 
 class _Cursor:
@@ -130,10 +134,8 @@ class _Cursor:
 
 def read_gguf(path: Path) -> GgufFile:
     """Parse the header and map the tensors of one file."""
-    try:
-        data = np.memmap(path, dtype=np.uint8, mode="r")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    mapped = MappedFile(path)
+    data = mapped.data
     cursor = _Cursor(data, path)
     magic, version = bytes(cursor.take(4)), cursor.number("I")
     if magic != b"GGUF":
@@ -161,7 +163,7 @@ def read_gguf(path: Path) -> GgufFile:
     tensors = {
         name: _map_tensor(path, data, name, shape, type_id, base + offset) for name, shape, type_id, offset in infos
     }
-    return GgufFile(path, metadata, tensors)
+    return GgufFile(mapped, metadata, tensors)
 
 
 def _map_tensor(path: Path, data: np.ndarray, name: str, shape: tuple[int, ...], type_id: int, at: int) -> StoredTensor:
@@ -279,8 +281,8 @@ def _parse_rope(file: GgufFile, keys: _Keys) -> Rope:
     )
 
 
-def tensor_entries(file: GgufFile, config: ModelConfig) -> list[TensorEntry]:
-    """Entries by canonical name. A tensor that the decoder would ignore is refused: the answers would be wrong."""
+def tensor_table(file: GgufFile, config: ModelConfig) -> TensorTable:
+    """Table by canonical name. A tensor that the decoder would ignore is refused: the answers would be wrong."""
     entries = []
     for stored_name, tensor in file.tensors.items():
         if stored_name == _ROPE_DIVISORS or stored_name.endswith(".attn_rot_embd.weight"):
@@ -297,7 +299,7 @@ def tensor_entries(file: GgufFile, config: ModelConfig) -> list[TensorEntry]:
         if interleaved and (tensor.shape[0] != interleaved * config.head_dim):
             raise ConfigError(f"{file.path}: tensor {stored_name} has shape {tensor.shape}, not {interleaved} heads")
         entries.append(TensorEntry(name, stored_name, tensor.shape, tensor.kind, tensor.data, interleaved))
-    return entries
+    return TensorTable(entries, [file.mapped], config)
 
 
 def _canonical_name(stored: str) -> str | None:
@@ -317,3 +319,11 @@ def eos_ids(file: GgufFile) -> list[int]:
     """Ids that end a generation: end of sequence, of turn, of message."""
     keys = [f"tokenizer.ggml.{k}_token_id" for k in ("eos", "eot", "eom")]
     return sorted({int(file.metadata[k]) for k in keys if k in file.metadata})
+
+
+def chat_template(file: GgufFile) -> str | None:
+    """The default template; None if the file has none."""
+    value = file.metadata.get("tokenizer.chat_template")
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{file.path}: tokenizer.chat_template is a {type(value).__name__}, expected text")
+    return value

@@ -6,6 +6,7 @@ rather than split some other way: the ids would be valid and the answers subtly 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -177,3 +178,12 @@ def _mark_special(backend: Backend, tokens: list[str], types: list[int], *, byte
             user.append(AddedToken(token, normalized=False, special=False))
     backend.add_special_tokens(control)
     backend.add_tokens(user)
+
+
+def digest(file: GgufFile) -> bytes:
+    """Hash over all that decides ids."""
+    keys = sorted(k for k in file.metadata if k.startswith("tokenizer.ggml."))
+    h = hashlib.sha256()
+    for key in keys:
+        h.update(f"{key}={file.metadata[key]!r}\n".encode())
+    return h.digest()

@@ -16,7 +16,7 @@ import numpy as np
 
 from tailrace.model.config import ModelConfig, Rope, RopeKind
 from tailrace.model.errors import ConfigError
-from tailrace.model.tensors import TensorEntry
+from tailrace.model.tensors import MappedFile, TensorEntry, TensorTable
 
 Json = dict[str, Any]
 
@@ -225,8 +225,8 @@ def canonical_name(stored: str) -> str | None:
     return f"layers.{index}.{_STORED_PARTS[part]}.{leaf}"
 
 
-def tensor_entries(directory: Path, config: ModelConfig) -> list[TensorEntry]:
-    """Entries of all safetensors files of the directory, mapped."""
+def tensor_table(directory: Path, config: ModelConfig) -> TensorTable:
+    """Table over all safetensors files of the directory, mapped."""
     index_path = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if index_path.exists():
@@ -242,9 +242,10 @@ def tensor_entries(directory: Path, config: ModelConfig) -> list[TensorEntry]:
         files = {single.name: []}
     else:
         raise ConfigError(f"{directory}: neither model.safetensors nor model.safetensors.index.json is there")
-    entries = []
+    entries, mapped = [], []
     for file, expected in files.items():
-        stored = _read_safetensors(directory / file)
+        mapped.append(MappedFile(directory / file))
+        stored = _read_safetensors(mapped[-1])
         missing = [name for name in expected if name not in stored]
         if missing:
             raise ConfigError(f"{directory / file}: tensor {missing[0]} is missing, though the index names it")
@@ -256,15 +257,12 @@ def tensor_entries(directory: Path, config: ModelConfig) -> list[TensorEntry]:
                 known = ", ".join(KIND_BYTES)
                 raise ConfigError(f"{directory / file}: tensor {stored_name} has type {kind}; supported: {known}")
             entries.append(TensorEntry(name, stored_name, shape, kind, data))
-    return entries
+    return TensorTable(entries, mapped, config)
 
 
-def _read_safetensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
+def _read_safetensors(file: MappedFile) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
     """name -> (type, shape, flat bytes) of one file: 8 bytes header length, JSON header, tensor bytes."""
-    try:
-        data = np.memmap(path, dtype=np.uint8, mode="r")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    path, data = file.path, file.data
     size = int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < 8 or size > MAX_HEADER_BYTES or 8 + size > len(data):
         raise ConfigError(f"{path}: not a safetensors file (header of {size} bytes in a file of {len(data)})")

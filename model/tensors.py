@@ -7,8 +7,10 @@ revision and sizes can be derived where no torch is loaded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +18,24 @@ from tailrace.model.config import ModelConfig
 from tailrace.model.errors import ConfigError
 
 SAMPLE_BYTES = 256
+
+
+class MappedFile:
+    """A file's bytes, read through a mapping.  data: flat uint8, read-only."""
+
+    def __init__(self, path: Path) -> None:
+        """Raise ConfigError if the file is absent, empty or cannot be read."""
+        try:
+            with path.open("rb") as file:
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+        self.path = path
+        self.data = np.frombuffer(self._memory, dtype=np.uint8)
+
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read; a later read fetches it from the file again."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +79,29 @@ class TensorEntry:
 class TensorTable(Mapping[str, TensorEntry]):
     """Entries by canonical name, checked against the config: nothing missing, nothing of a wrong shape."""
 
-    def __init__(self, entries: list[TensorEntry], config: ModelConfig, where: str) -> None:
-        """Raise ConfigError naming the first tensor that is missing, has another shape, or an unknown storage type."""
-        self._entries = {e.name: e for e in entries}
+    def __init__(self, entries: Sequence[TensorEntry], files: Sequence[MappedFile], config: ModelConfig) -> None:
+        """Raise ConfigError naming the first tensor that is missing or has another shape.
+
+        Args:
+            entries: what the files hold; entries that this config does not use are left out.
+            files: all files that the entries' bytes lie in.
+        """
+        where = ", ".join(str(f.path) for f in files)
+        found = {e.name: e for e in entries}
+        self._files = tuple(files)
+        self._entries: dict[str, TensorEntry] = {}
         for name, shape in expected_shapes(config).items():
-            entry = self._entries.get(name)
+            entry = found.get(name)
             if entry is None:
                 raise ConfigError(f"{where}: tensor {name} is missing")
             if entry.shape != shape:
                 raise ConfigError(f"{where}: tensor {entry.stored_name} has shape {entry.shape}, expected {shape}")
+            self._entries[name] = entry
+
+    def drop_pages(self) -> None:
+        """Give back the memory of mapped bytes, once weights are loaded."""
+        for file in self._files:
+            file.drop_pages()
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self._entries[name]
