@@ -146,7 +146,7 @@ class Transport(Protocol):
         ...
 
     def read(self, job: ReadJob) -> None:
-        """Copy, or unpack; answered by one ReadDone, whose error is `corrupt` if the chunk is not as it was announced."""
+        """Copy, or unpack; answered by one ReadDone. Error `corrupt`: the chunk is not as it was announced."""
         ...
 
     def abandon(self, boot: str, job: int) -> None:
