@@ -24,13 +24,11 @@ from tailrace.transfer.loop_events import Arrived, Cancelled, FaultsSet
 class Ctx:
     """A ctx loop with its surroundings; POISON is on."""
 
-    def __init__(
-        self, num_pages: int = 64, *, chunk: int = 16, pin: bool = True, seconds_per_token: float = 0.01, **kv
-    ):
+    def __init__(self, num_pages: int = 64, *, chunk: int = 16, seconds_per_token: float = 0.01, **kv):
         self.clock = Clock()
         self.kv = make_kv(num_pages, **kv)
         self.engine = FakeEngine(self.kv, self.clock, seconds_per_token=seconds_per_token)
-        self.node = FakeNode(self.kv, pin=pin)
+        self.node = FakeNode(self.kv, pin=True)
         self.scheduler = PrefillScheduler(chunk)
         self.loop = CtxLoop(self.engine, self.kv, self.node, self.scheduler, eos_ids=EOS_IDS, clock=self.clock)
         self.node.events.append(FaultsSet(True))
@@ -156,7 +154,7 @@ def test_every_sample_of_a_request_gets_its_own_first_token_from_one_prefill():
 @pytest.mark.parametrize(
     ("params", "finish"),
     [
-        ({"max_tokens": 1}, "length"),
+        ({"max_tokens": 1}, "stop"),
         ({"max_tokens": 2}, "stop"),
         ({"max_tokens": 2, "ignore_eos": True}, None),
         ({"max_tokens": 1, "ignore_eos": True}, "length"),
@@ -176,6 +174,14 @@ def test_a_first_token_that_ends_the_request_is_found_here(params, finish):
     assert ctx.node.prefilled[key].finished == (finish is not None)
     assert key not in ctx.node.ends
     ctx.assert_quiet()
+
+
+def test_one_token_wanted_is_one_token_given():
+    ctx = Ctx()
+    key = ctx.submit("r", prompt_of(9), max_tokens=1, samples=2)
+    ctx.drain()
+    assert [f.finish for f in ctx.node.prefilled[key].firsts] == ["length", "length"]
+    assert ctx.node.prefilled[key].finished
 
 
 def test_echo_with_max_tokens_zero_prefills_and_gives_no_token():
@@ -202,7 +208,7 @@ def test_a_later_attempt_goes_on_behind_what_was_sent():
     assert ctx.node.prefilled[last].firsts[0].finish == "length"
 
 
-# --------------------------------------------------------------------------------------------------------- pages, waiting
+# ------------------------------------------------------------------------------------------------------ pages, waiting
 
 
 def test_a_prompt_that_can_never_fit_fails_with_a_typed_error():
