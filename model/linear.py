@@ -1,16 +1,25 @@
-"""Linear layers that hide how their weights are stored: dense, or packed to 4 or 8 bits for the CPU.
+"""Linear layers that hide how their weights are stored: dense, prepacked for oneDNN, or packed to 4 bits for the CPU.
 
 A decoder calls `linear(x)` with x [rows, in_features] in the store's dtype and gets [rows, out_features] in it. Which
-kernel runs is decided here, by the number of rows: packed weights are read at a quarter of the bytes and win while the
-rows are few; a dense copy (where one is kept) wins through oneDNN for many. Nothing here knows layers or files.
+kernel runs is decided here, by the number of rows: 4-bit weights are read at a quarter of the bytes and win while the
+rows are few; a bf16 copy in oneDNN's own layout wins for many. Nothing here knows layers or files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch.nn import functional
+
+from tailrace.model.quantized import GROUP, Int4Groups
+
+# Rows up to which the 4-bit product is faster than the bf16 one. Its time grows with the rows, since every few rows
+# decode the weights anew; the bf16 product's time is that of reading its weights, up to about 16 rows.
+MAX_INT4_ROWS = 4
+
+_PACKING_ROWS = 4096
 
 
 class Linear(Protocol):
@@ -23,12 +32,12 @@ class Linear(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held, dense copy included."""
+        """Bytes held."""
         ...
 
 
 class DenseLinear:
-    """weight: [out_features, in_features];  bias: [out_features] or None."""
+    """weight: [out_features, in_features];  bias: [out_features] or None. The only kind in float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
@@ -40,3 +49,83 @@ class DenseLinear:
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+
+class PrepackedLinear:
+    """A bf16 weight in oneDNN's blocked layout: the same product without reordering the weight on every call.
+
+    For few rows that reordering is most of the time (measured 1.3 to 2 times faster up to 16 rows, equal from 128).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """weight: [out_features, in_features] bfloat16 on a CPU for which `prepacking_works()`."""
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.in_features * self.out_features
+
+
+def prepacking_works() -> bool:
+    """True if this torch and CPU multiply bf16 through oneDNN's prepacked layout."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class Int4Linear:
+    """4-bit codes in groups of 32 with bf16 scales and zeros, for few rows; bf16 activations only.
+
+    float32 activations work too but run 40 times slower, so a float32 store keeps dense weights.
+    """
+
+    def __init__(self, groups: Int4Groups, bias: torch.Tensor | None = None) -> None:
+        """groups: codes whose rows `int4_works` accepts."""
+        self.out_features, self.in_features = groups.codes.shape
+        self._doubled = groups.doubled
+        if groups.doubled:
+            self.in_features //= 2
+        self.bias = bias
+        # The packing op wants int32. Its layout is by blocks of 64 rows, so chunks of whole blocks give the same bytes.
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        self._codes = torch.cat([pack(part.to(torch.int32), 1) for part in groups.codes.split(_PACKING_ROWS)])
+        # [columns / 32, rows, 2]
+        self._scales = torch.stack((groups.scale, groups.zero), -1).transpose(0, 1).to(torch.bfloat16).contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._doubled:
+            x = torch.cat((x, x), 1)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._codes, GROUP, self._scales)
+        return y if self.bias is None else y.add_(self.bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._codes.nbytes + self._scales.nbytes
+
+
+def int4_works(rows: int, columns: int) -> bool:
+    """True if the packed product takes a weight of this shape."""
+    return rows % 16 == 0 and columns % GROUP == 0
+
+
+class ByRowsLinear:
+    """Packed parts, one after another along the output, for few rows; one bf16 product for many."""
+
+    def __init__(self, few: Sequence[Linear], many: Linear) -> None:
+        """few: parts whose out_features add up to many's."""
+        self.in_features, self.out_features = many.in_features, many.out_features
+        self._few, self._many = tuple(few), many
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > MAX_INT4_ROWS:
+            return self._many(x)
+        if len(self._few) == 1:
+            return self._few[0](x)
+        return torch.cat([part(x) for part in self._few], 1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._many.num_bytes + sum(part.num_bytes for part in self._few)

@@ -1,6 +1,7 @@
 """A checkpoint's weights as the decoder reads them: named fields, fused projections, one dtype.
 
-It does not know file formats beyond asking the source for tensors, nor what the decoder computes with them.
+It does not know file formats beyond asking the source for tensors, nor what the decoder computes with them. float32 is
+exact: block types are decoded and kept dense, so that a float32 store can be held against any other implementation.
 """
 
 from __future__ import annotations
@@ -11,18 +12,67 @@ from typing import Protocol
 
 import torch
 
+from tailrace.model import quantized as blocks
 from tailrace.model.config import ModelConfig
-from tailrace.model.linear import Linear
+from tailrace.model.errors import ConfigError
+from tailrace.model.linear import (
+    ByRowsLinear,
+    DenseLinear,
+    Int4Linear,
+    Linear,
+    PrepackedLinear,
+    int4_works,
+    prepacking_works,
+)
+from tailrace.model.quantized import Int4Groups
+from tailrace.model.source import ModelSource
+from tailrace.model.tensors import TensorEntry
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Embedding(Protocol):
     """Token embedding table."""
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: [tokens] int32 or int64 -> [tokens, hidden_size] in the store's dtype."""
+        """ids: [tokens] int32 or int64 -> [tokens, hidden_size] in the store's dtype, in memory of its own."""
         ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class DenseEmbedding:
+    """table: [vocab_size, hidden_size]."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._table.index_select(0, ids)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._table.nbytes
+
+
+class Q8Embedding:
+    """A Q8_0 table kept at a byte an element; the rows asked for are decoded exactly, then rounded to `dtype`."""
+
+    def __init__(self, scale: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """scale: [vocab_size, hidden_size / 32] float32;  values: [vocab_size, hidden_size] int8."""
+        # Scales are stored as float16 in the file, so this loses nothing.
+        self._scale, self._values, self._dtype = scale.to(torch.float16), values, dtype
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        values = self._values.index_select(0, ids).unflatten(1, (-1, blocks.GROUP)).float()
+        return values.mul_(self._scale.index_select(0, ids).float()[..., None]).flatten(1).to(self._dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._scale.nbytes + self._values.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +95,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model. `lm_head` is there also when it is tied to `embed`."""
+    """All of a model. `lm_head` is there also when it is tied to `embed`. num_bytes: held in memory, of all weights."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -53,3 +103,142 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     lm_head: Linear
+    num_bytes: int
+
+
+def load_weights(
+    source: ModelSource, *, dtype: torch.dtype, quantized: bool = True, progress: Progress | None = None
+) -> Weights:
+    """Read all weights of a source.
+
+    Args:
+        source: an opened model.
+        dtype: float32 or bfloat16.
+        quantized: keep 4- and 8-bit weights packed beside their bf16 copy and use them for few rows. Ignored for
+            float32 and where a tensor's type or shape cannot be packed.
+        progress: told after every tensor.
+
+    Raises:
+        ConfigError: a dtype that is not supported.
+    """
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
+    with torch.no_grad():
+        weights = _Loader(source, dtype, quantized and dtype is torch.bfloat16, progress).load()
+    source.tensors.drop_pages()
+    return weights
+
+
+class _Loader:
+    """One load; counts the bytes read and those held."""
+
+    def __init__(self, source: ModelSource, dtype: torch.dtype, pack: bool, progress: Progress | None) -> None:
+        self.config, self.tensors = source.config, source.tensors
+        self.dtype, self.pack = dtype, pack
+        self.prepack = dtype is torch.bfloat16 and prepacking_works()
+        self._progress = progress
+        self._done, self._total = 0, source.tensors.num_bytes
+        self._held = 0
+
+    def load(self) -> Weights:
+        embed, lm_head = self._ends()
+        layers = tuple(self._layer(f"layers.{i}.") for i in range(self.config.num_layers))
+        norm = self._vector("norm.weight")
+        return Weights(self.config, self.dtype, embed, layers, norm, lm_head, self._held)
+
+    def _count(self, entry: TensorEntry) -> None:
+        self._done += entry.num_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def _vector(self, name: str) -> torch.Tensor:
+        entry = self.tensors[name]
+        vector = blocks.dense(entry, self.dtype)
+        self._count(entry)
+        self._held += vector.nbytes
+        return vector
+
+    def _optional(self, name: str) -> torch.Tensor | None:
+        return self._vector(name) if name in self.tensors else None
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        return LayerWeights(
+            input_norm=self._vector(prefix + "input_norm.weight"),
+            qkv_proj=self._linear(prefix, "q_proj", "k_proj", "v_proj"),
+            q_norm=self._optional(prefix + "q_norm.weight"),
+            k_norm=self._optional(prefix + "k_norm.weight"),
+            o_proj=self._linear(prefix, "o_proj"),
+            post_norm=self._vector(prefix + "post_norm.weight"),
+            gate_up_proj=self._linear(prefix, "gate_proj", "up_proj"),
+            down_proj=self._linear(prefix, "down_proj"),
+        )
+
+    def _linear(self, prefix: str, *parts: str) -> Linear:
+        """Projections of one input, fused along their outputs."""
+        entries = [self.tensors[f"{prefix}{part}.weight"] for part in parts]
+        biases = [self._optional(f"{prefix}{part}.bias") for part in parts]
+        linear = self._build(entries, [b for b in biases if b is not None])
+        for entry in entries:
+            self._count(entry)
+        return linear
+
+    def _build(self, entries: list[TensorEntry], biases: list[torch.Tensor]) -> Linear:
+        weight = torch.cat([blocks.dense(entry, self.dtype) for entry in entries])
+        bias = torch.cat(biases) if biases else None
+        many = PrepackedLinear(weight, bias) if self.prepack else DenseLinear(weight, bias)
+        few = self._few(entries, biases)
+        linear = ByRowsLinear(few, many) if few else many
+        self._held += linear.num_bytes
+        return linear
+
+    def _few(self, entries: list[TensorEntry], biases: list[torch.Tensor]) -> list[Linear]:
+        """Packed parts for few rows; empty if no part of the weight can be packed."""
+        if not self.pack or not any(_packable(entry) for entry in entries):
+            return []
+        parts: list[Linear] = []
+        start = 0
+        for end in range(1, len(entries) + 1):
+            if end < len(entries) and entries[end].kind == entries[start].kind:
+                continue
+            bias = torch.cat(biases[start:end]) if biases else None
+            parts.append(self._part(entries[start:end], bias))
+            start = end
+        return parts
+
+    def _part(self, run: list[TensorEntry], bias: torch.Tensor | None) -> Linear:
+        groups = [g for entry in run if _packable(entry) and (g := blocks.int4_groups(entry)) is not None]
+        if len(groups) == len(run):
+            return Int4Linear(_joined(groups), bias)
+        weight = torch.cat([blocks.dense(entry, self.dtype) for entry in run])
+        return PrepackedLinear(weight, bias) if self.prepack else DenseLinear(weight, bias)
+
+    def _ends(self) -> tuple[Embedding, Linear]:
+        """Embedding and output projection, sharing memory where they can."""
+        entry = self.tensors["embed.weight"]
+        head = self.tensors.get("lm_head.weight", entry)
+        if self.pack and entry.kind == "Q8_0":
+            embed: Embedding = Q8Embedding(*blocks.q8_0_rows(entry.rows()), self.dtype)
+            lm_head = self._build([head], [])
+        else:
+            table = blocks.dense(entry, self.dtype)
+            embed = DenseEmbedding(table)
+            shared = head is entry and not self.prepack
+            lm_head = DenseLinear(table) if shared else self._build([head], [])
+        self._held += embed.num_bytes
+        self._count(entry)
+        if head is not entry:
+            self._count(head)
+        return embed, lm_head
+
+
+def _packable(entry: TensorEntry) -> bool:
+    return entry.kind in ("Q4_0", "Q4_1", "Q4_K", "Q8_0") and int4_works(*entry.shape)
+
+
+def _joined(groups: list[Int4Groups]) -> Int4Groups:
+    return Int4Groups(
+        torch.cat([g.codes for g in groups]),
+        torch.cat([g.scale for g in groups]),
+        torch.cat([g.zero for g in groups]),
+        doubled=groups[0].doubled,
+    )

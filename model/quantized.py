@@ -1,0 +1,126 @@
+"""GGUF's block types as tensors: dequantized exactly, or as the 4-bit groups that torch's packed CPU product reads.
+
+The packed product wants every group of 32 weights of a row as codes 0..15 with a scale and a zero point:
+weight = (code - 8) * scale + zero. Q4_0, Q4_1 and Q4_K are of that form as they stand. Q8_0 is two of them side by
+side: its signed byte is 16 * high + low, so [high | low] against the input written twice is the same sum, accumulated
+in one go. Q6_K has groups of 16 and is not of that form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize as gguf_dequantize
+
+from tailrace.model.tensors import TensorEntry
+
+GROUP = 32
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK_ELEMENTS = 1 << 23
+
+
+def dense(entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in `dtype`, in memory of its own; float32 values are exactly the file's.
+
+    Block types are decoded some rows at a time, so that no float32 copy of a whole table is ever held.
+    """
+    rows = entry.rows()
+    if entry.kind in _PLAIN:
+        # A copy first: the mapped bytes are read-only and may be misaligned.
+        return torch.from_numpy(rows.copy()).view(_PLAIN[entry.kind]).reshape(entry.shape).to(dtype)
+    result = torch.empty(entry.shape, dtype=dtype)
+    step = max(1, _CHUNK_ELEMENTS // entry.shape[-1])
+    for start in range(0, entry.shape[0], step):
+        part = gguf_dequantize(np.ascontiguousarray(rows[start : start + step]), GGMLQuantizationType[entry.kind])
+        result[start : start + step] = torch.from_numpy(part)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Groups:
+    """codes: [rows, columns] uint8 of 0..15;  scale, zero: [rows, columns / 32] float32.
+
+    doubled: columns are [high | low] of an 8-bit type, twice the weight's own.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    doubled: bool = False
+
+    def dequantized(self) -> torch.Tensor:
+        """[rows, weight columns] float32, for tests and checks."""
+        groups = self.codes.unflatten(1, (-1, GROUP))
+        weight = ((groups.float() - 8) * self.scale[..., None] + self.zero[..., None]).flatten(1)
+        if not self.doubled:
+            return weight
+        high, low = weight.chunk(2, 1)
+        return high + low
+
+
+def int4_groups(entry: TensorEntry) -> Int4Groups | None:
+    """The tensor's own codes and scales, None where its type is not of that form. Nothing is requantized."""
+    unpack = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q8_0": _q8_0}.get(entry.kind)
+    return None if unpack is None else unpack(entry.rows())
+
+
+def _half(blocks: np.ndarray) -> torch.Tensor:
+    """float16 values at the head of blocks -> float32. blocks: [rows, blocks, 2 * n] uint8."""
+    return torch.from_numpy(np.ascontiguousarray(blocks).view(np.float16).astype(np.float32))
+
+
+def _nibbles(packed: np.ndarray) -> torch.Tensor:
+    """[..., 16] uint8 -> [..., 32] uint8: a group's first half in the low nibbles, its second in the high ones."""
+    return torch.from_numpy(np.concatenate((packed & 15, packed >> 4), -1))
+
+
+def _q4_0(rows: np.ndarray) -> Int4Groups:
+    """18 bytes a group: float16 scale, 16 bytes of codes; weight = (code - 8) * scale."""
+    blocks = rows.reshape(rows.shape[0], -1, 18)
+    scale = _half(blocks[..., :2])[..., 0]
+    return Int4Groups(_nibbles(blocks[..., 2:]).flatten(1), scale, torch.zeros_like(scale))
+
+
+def _q4_1(rows: np.ndarray) -> Int4Groups:
+    """20 bytes a group: float16 scale and minimum, 16 bytes of codes; weight = code * scale + minimum."""
+    blocks = rows.reshape(rows.shape[0], -1, 20)
+    scale, minimum = _half(blocks[..., :4]).unbind(-1)
+    return Int4Groups(_nibbles(blocks[..., 4:]).flatten(1), scale, minimum + 8 * scale)
+
+
+def _q4_k(rows: np.ndarray) -> Int4Groups:
+    """144 bytes a block of 8 groups: float16 d and dmin, 8 six-bit scales and minima in 12 bytes, 128 bytes of codes;
+    weight = code * d * scale - dmin * minimum. Each 32 bytes of codes hold two groups: low nibbles, then high ones."""
+    blocks = rows.reshape(rows.shape[0], -1, 144)
+    d, dmin = _half(blocks[..., :4]).unbind(-1)
+    packed = blocks[..., 4:16].astype(np.int32)
+    first, second, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = np.concatenate((first & 63, (rest & 15) | (first >> 6) << 4), -1)
+    minima = np.concatenate((second & 63, (rest >> 4) | (second >> 6) << 4), -1)
+    scale = d[..., None] * torch.from_numpy(scales)
+    zero = 8 * scale - dmin[..., None] * torch.from_numpy(minima)
+    pairs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
+    codes = np.concatenate((pairs & 15, pairs >> 4), 3)
+    return Int4Groups(torch.from_numpy(codes).flatten(1), scale.flatten(1), zero.flatten(1))
+
+
+def _q8_0(rows: np.ndarray) -> Int4Groups:
+    """34 bytes a group: float16 scale, 32 signed bytes; weight = byte * scale, byte = 16 * high + low."""
+    scale, values = q8_0_rows(rows)
+    high, low = ((values >> 4) + 8).to(torch.uint8), (values & 15).to(torch.uint8)
+    return Int4Groups(
+        torch.cat((high, low), 1),
+        torch.cat((16 * scale, scale), 1),
+        torch.cat((torch.zeros_like(scale), 8 * scale), 1),
+        doubled=True,
+    )
+
+
+def q8_0_rows(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q8_0 bytes -> (scale [rows, columns / 32] float32, values [rows, columns] int8)."""
+    blocks = rows.reshape(rows.shape[0], -1, 34)
+    values = np.ascontiguousarray(blocks[..., 2:]).view(np.int8)
+    return _half(blocks[..., :2])[..., 0], torch.from_numpy(values).flatten(1)
