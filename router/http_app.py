@@ -1,0 +1,356 @@
+"""The HTTP application: paths, and for each what is read, asked of the ingress and sent back.
+
+    /v1/chat/completions /v1/completions /v1/models /tokenize /detokenize     clients
+    /health (this process lives)  /ready (the cluster can serve)              probes
+    /metrics /cluster                                                         operators, unless switched off here
+
+Everything that is not a stream is one JSON reply; every error is the OpenAI error object. Holds no state of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tailrace.model.errors import ClientError
+from tailrace.router.api_errors import RequestFailed, error_body, reply_to
+from tailrace.router.api_types import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody, parse_body
+from tailrace.router.chat import ChatFormat
+from tailrace.router.completions import CompletionFormat
+from tailrace.router.formats import EventWriter, Format, Reply, error_event
+from tailrace.router.http_exchange import ClientGone, Head, Keys, read_body, send_bytes, send_json
+from tailrace.router.ingress import Ask, Caller, Generation, IngressService
+from tailrace.router.sampling import check_before_tokenizing, check_ids, sampling_params
+from tailrace.router.sse import EventStream, Headers, Receive, Send, until_gone
+from tailrace.router.stop_strings import StopStrings
+from tailrace.router.tokenization import ChatPrompt, IdsPrompt, Prompt, PromptSource, TextPrompt
+
+log = logging.getLogger(__name__)
+
+PARSE_INLINE_BYTES = 65_536  # larger bodies are parsed in a thread
+ANY_LENGTH = 2**31
+
+
+class Exchange:
+    """A reply that is worked out while it is sent: Starlette calls it like any ASGI response."""
+
+    def __init__(self, service: IngressService, keys: Keys) -> None:
+        self.service, self.keys = service, keys
+        self.head = Head([])
+        self.headers: Headers = []
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        self.arrived = self.service.clock()
+        self.head = Head(scope["headers"])
+        self.headers = [(b"x-request-id", self.head.request_id.encode())]
+        try:
+            await self.answer(scope, receive, send)
+        except (ClientError, RequestFailed) as error:
+            if isinstance(error, ClientError):
+                self.service.count_refused("invalid")
+            reply = reply_to(error)
+            await send_json(send, reply.status, reply.body, self.headers, extra=reply.headers)
+        except ClientGone:
+            return
+
+    async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Reply, or raise ClientError or RequestFailed before anything was sent."""
+        raise NotImplementedError
+
+    async def body(self, receive: Receive) -> bytes:
+        return await read_body(self.head, receive, self.service.config.max_body_bytes)
+
+    async def parsed(self, kind: type[Any], data: bytes) -> Any:
+        """The body as `kind`, checked off the event loop if it is long."""
+        if len(data) <= PARSE_INLINE_BYTES:
+            return parse_body(kind, data)
+        return await self.service.tokenization.run(lambda: parse_body(kind, data), len(data))
+
+    def check_model(self, name: str | None) -> None:
+        served = self.service.config.model_name
+        if name is not None and name != served:
+            message = f"model {name[:80]!r} is not served here; {served!r} is"
+            raise ClientError(message, param="model", status=404, code="model_not_found")
+
+
+class Completion(Exchange):
+    """What chat and text completions share: check, tokenize, open, and reply in one piece or as a stream."""
+
+    kind: type[SamplingBody]
+    id_prefix: str
+
+    async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        tenant = self.head.tenant(self.keys)
+        body: SamplingBody = await self.parsed(self.kind, await self.body(receive))
+        self.check_model(body.model)
+        check_before_tokenizing(body, self.service.limits)
+        sources = self.sources(body)
+        with self.service.slots(len(sources)):
+            await until_gone(self._serve(body, sources, tenant, send), receive)
+
+    def sources(self, body: Any) -> list[PromptSource]:
+        raise NotImplementedError
+
+    def format(self, body: Any, reply: Reply, prompts: list[Prompt]) -> Format:
+        raise NotImplementedError
+
+    async def _serve(self, body: SamplingBody, sources: list[PromptSource], tenant: str, send: Send) -> None:
+        caller = Caller(
+            arrived=self.arrived,
+            tenant=tenant,
+            priority=body.priority,
+            conversation=body.conversation_id or self.head.conversation(),
+            deadline=None if body.timeout_s is None else self.arrived + body.timeout_s,
+        )
+        limits = self.service.limits
+        prompts = await asyncio.gather(
+            *(
+                self.service.tokenization.prompt(
+                    source, limit=limits.max_request_tokens, tenant=tenant, cache_salt=body.cache_salt
+                )
+                for source in sources
+            )
+        )
+        stops = StopStrings(body.stop) if body.stop else None
+        asks = [
+            Ask(prompt, sampling_params(body, len(prompt.ids), limits, source.param), body.n, stops)
+            for prompt, source in zip(prompts, sources, strict=True)
+        ]
+        generation = self.service.open(asks, caller)
+        try:
+            form = self._form(body, list(prompts), generation)
+            if body.stream:
+                await self._stream(generation, form[0], form[1], send)
+            else:
+                await generation.done()
+                await send_json(send, 200, form[1].whole(generation.flows), self.headers)
+        finally:
+            generation.close("client")
+
+    def _form(self, body: SamplingBody, prompts: list[Prompt], generation: Generation) -> tuple[Reply, Format]:
+        wants_logprobs = body.logprobs if isinstance(body, ChatBody) else getattr(body, "logprobs", None) is not None
+        reply = Reply.new(
+            self.id_prefix,
+            self.service.new_id(),
+            self.service.config.model_name,
+            samples=body.n,
+            logprobs=wants_logprobs,
+            token_ids=body.return_token_ids,
+            usage=body.stream_options.include_usage,
+        )
+        return reply, self.format(body, reply, prompts)
+
+    async def _stream(self, generation: Generation, reply: Reply, form: Format, send: Send) -> None:
+        config, service = self.service.config, self.service
+        out = EventStream(
+            send, self.headers, clock=service.clock, slow_reader_s=config.slow_reader_s, comment_s=config.comment_s
+        )
+        await self._before_headers(generation)
+        service.watchers.add(out.watch)
+        try:
+            await out.start(generation.wake)
+            await _write_events(generation, EventWriter(reply, form), out)
+        except asyncio.CancelledError:
+            if not out.too_slow:
+                raise
+            generation.close("slow_reader")
+        finally:
+            service.watchers.discard(out.watch)
+
+    async def _before_headers(self, generation: Generation) -> None:
+        """Wait for something to send, so that a failure before it still has a status of its own."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.service.config.header_wait_s):
+                while not generation.has_output and generation.failure is None:
+                    await generation.changed()
+        if generation.failure is not None:
+            raise RequestFailed(generation.failure)
+
+
+async def _write_events(generation: Generation, writer: EventWriter, out: EventStream) -> None:
+    while True:
+        text = writer.pending(generation.flows)
+        failure = generation.failure
+        if failure is not None:
+            await out.end((text + error_event(failure)).encode())
+            return
+        if generation.ended:
+            await out.end((text + writer.end(generation.flows)).encode())
+            return
+        if text:
+            await out.write(text.encode())
+        else:
+            await out.write_comment_if_due()
+            await generation.changed()
+
+
+class Chat(Completion):
+    kind = ChatBody
+    id_prefix = "chatcmpl-"
+
+    def sources(self, body: ChatBody) -> list[PromptSource]:
+        messages = [message.for_template() for message in body.messages]
+        return [ChatPrompt(messages, body.add_generation_prompt)]
+
+    def format(self, body: ChatBody, reply: Reply, prompts: list[Prompt]) -> Format:
+        return ChatFormat(reply, self.service.table)
+
+
+class TextCompletion(Completion):
+    kind = CompletionBody
+    id_prefix = "cmpl-"
+
+    def sources(self, body: CompletionBody) -> list[PromptSource]:
+        one = len(body.prompt) == 1
+        return [
+            TextPrompt(prompt, _param(i, one), echo=body.echo)
+            if isinstance(prompt, str)
+            else IdsPrompt(prompt, _param(i, one), echo=body.echo)
+            for i, prompt in enumerate(body.prompt)
+        ]
+
+    def format(self, body: CompletionBody, reply: Reply, prompts: list[Prompt]) -> Format:
+        return CompletionFormat(reply, self.service.table, [prompt.echo for prompt in prompts])
+
+
+def _param(index: int, one: bool) -> str:
+    return "prompt" if one else f"prompt[{index}]"
+
+
+class Tokenize(Exchange):
+    async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        self.head.tenant(self.keys)
+        body: TokenizeBody = await self.parsed(TokenizeBody, await self.body(receive))
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ClientError("prompt: either it or messages is needed", param="prompt")
+        if body.messages is not None:
+            messages = [message.for_template() for message in body.messages]
+            source: PromptSource = ChatPrompt(messages, body.add_generation_prompt)
+        else:
+            source = TextPrompt(body.prompt or "", special=body.add_special_tokens)
+        ids = await self.service.tokenization.ids(source, limit=ANY_LENGTH)
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self.service.limits.max_request_tokens,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [self.service.table.label(token) for token in ids]
+        await send_json(send, 200, answer, self.headers)
+
+
+class Detokenize(Exchange):
+    async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        self.head.tenant(self.keys)
+        body: DetokenizeBody = await self.parsed(DetokenizeBody, await self.body(receive))
+        self.check_model(body.model)
+        check_ids(body.tokens, self.service.config.vocab_size, "tokens")
+        table = self.service.table
+        text = b"".join(table.literal(token) for token in body.tokens).decode(errors="replace")
+        await send_json(send, 200, {"prompt": text}, self.headers)
+
+
+class Models(Exchange):
+    async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        self.head.tenant(self.keys)
+        config = self.service.config
+        model = {
+            "id": config.model_name,
+            "object": "model",
+            "created": self.service.created,
+            "owned_by": "tailrace",
+            "max_model_len": self.service.limits.max_request_tokens,
+        }
+        asked = scope.get("path_params", {}).get("model")
+        if asked is None:
+            await send_json(send, 200, {"object": "list", "data": [model]}, self.headers)
+            return
+        self.check_model(asked)
+        await send_json(send, 200, model, self.headers)
+
+
+class Health(Exchange):
+    """This process answers: nothing more. What the cluster can do is /ready."""
+
+    async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        await send_json(send, 200, {"status": "ok"}, self.headers)
+
+
+class Ready(Exchange):
+    async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        text = await self.service.query("ready")
+        told: dict[str, Any] = {"status": "unready", "reasons": ["no router"]} if text is None else json.loads(text)
+        status = 200 if told.get("status") in ("ready", "degraded") else 503
+        await send_json(send, status, told, self.headers)
+
+
+class Operators(Exchange):
+    """/metrics and /cluster, as the router has them."""
+
+    async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        if not self.service.config.public_metrics:
+            raise ClientError("not found", status=404, code="not_found")
+        metrics = scope["path"].endswith("/metrics")
+        text = await self.service.query("metrics" if metrics else "cluster")
+        if text is None:
+            await send_json(send, 503, error_body(503, "no router is reachable", code="no_router"), self.headers)
+            return
+        kind = "text/plain; version=0.0.4; charset=utf-8" if metrics else "application/json"
+        await send_bytes(send, 200, text.encode(), kind, self.headers)
+
+
+def build_app(service: IngressService) -> Starlette:
+    """The application; its lifespan starts and closes the service."""
+    keys = Keys(service.config.api_keys)
+
+    def endpoint(kind: type[Exchange]) -> Callable[[Request], Awaitable[Any]]:
+        async def handle(request: Request) -> Exchange:
+            return kind(service, keys)
+
+        return handle
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    routes = [
+        Route("/v1/chat/completions", endpoint(Chat), methods=["POST"]),
+        Route("/v1/completions", endpoint(TextCompletion), methods=["POST"]),
+        Route("/v1/models", endpoint(Models)),
+        Route("/v1/models/{model:path}", endpoint(Models)),
+        Route("/tokenize", endpoint(Tokenize), methods=["POST"]),
+        Route("/detokenize", endpoint(Detokenize), methods=["POST"]),
+        Route("/health", endpoint(Health)),
+        Route("/ready", endpoint(Ready)),
+        Route("/metrics", endpoint(Operators)),
+        Route("/cluster", endpoint(Operators)),
+    ]
+    handlers = {HTTPException: _http_error, Exception: _broken}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown path or method."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """A bug of ours; Starlette raises the error again after this reply, so it is logged with its traceback."""
+    return JSONResponse(error_body(500, "an internal error ended the request", code="internal"), 500)
