@@ -86,6 +86,7 @@ class _Reader:
     told: int = 0
     handoff_sent: float | None = None
     grants: deque[LandingGrant] = field(default_factory=deque)
+    granted: set[tuple[int, int]] = field(default_factory=set)  # (chunk, sequence) of all grants: each is used once
     posted: int = 0  # ordinals below it were posted, or are not wanted
     posting: int = 0  # PostJobs under way
     landing: bool = False
@@ -382,7 +383,10 @@ class CtxCore:
             reader = attempt.reader = _Reader(boot, want.transport, want.ordinals, pin_until)
         reader.pin_until = pin_until
         reader.landing = reader.landing or bool(want.grants)
-        reader.grants.extend(want.grants)
+        for grant in want.grants:
+            if (grant.chunk, grant.sequence) not in reader.granted:
+                reader.granted.add((grant.chunk, grant.sequence))
+                reader.grants.append(grant)
         actions += self._tell(attempt, reader, again=want.ordinals)
         if want.handoff and attempt.handoff is not None and self._may_send_handoff(reader, now):
             reader.handoff_sent = now

@@ -97,7 +97,7 @@ class _Hand:
     handoff: Handoff | None = None
     tokens_ready: int = 0
     final_at: float | None = None
-    granted: int = 0
+    grants: dict[int, LandingGrant] = field(default_factory=dict)  # by chunk: out, and not landed
     ctx_dead: bool = False
 
     @property
@@ -141,7 +141,8 @@ class GenCore:
     def __init__(self, kv: KvManager, wire: Wire, config: CoreConfig, headroom_pages: Callable[[], int]) -> None:
         self._kv, self._wire, self._config = kv, wire, config
         self._headroom_pages = headroom_pages
-        self._pairs: dict[str, PairUp] = {}
+        self._pairs: dict[str, PairUp] = {}  # every peer that was ever paired, until its death or reset
+        self._usable: set[str] = set()  # those with a link
         self._dead: dict[str, PairUp] = {}  # until nothing refers to them
         self._hands: dict[Key, _Hand] = {}
         self._jobs: dict[int, _Job] = {}
@@ -296,7 +297,7 @@ class GenCore:
             return [Measure(Metric.STALE_FRAMES), ToRouter(Bound(*key, len(_real(self._hands[key].pages))))]
         layout, counts = self._kv.layout, self._kv.counts()
         num_pages, first = layout.num_pages(bind.num_tokens), layout.first_needed_page(bind.num_tokens)
-        pair = self._pairs.get(bind.ctx.boot)
+        pair = self._pairs.get(bind.ctx.boot) if bind.ctx.boot in self._usable else None
         why = self._cannot_bind(key, bind, pair, num_pages - first, counts.total)
         if why is not None or pair is None:
             return [ToRouter(NotNow(*key, why or "pair", num_pages, counts.free + counts.cached, RETRY_S))]
@@ -332,6 +333,7 @@ class GenCore:
 
     def _pair_up(self, event: PairUp, now: float) -> list[Action]:
         self._pairs[event.boot] = event
+        self._usable.add(event.boot)
         actions: list[Action] = []
         for hand in self._hands.values():
             if hand.pair.boot == event.boot and not hand.ctx_dead:
@@ -339,17 +341,17 @@ class GenCore:
         return actions
 
     def _pair_down(self, event: PairDown, now: float) -> list[Action]:
-        self._pairs.pop(event.boot, None)
+        self._usable.discard(event.boot)
         return []
 
     def _death(self, boot: str, now: float) -> list[Action]:
         """A ctx is gone for good. What it announced can still be read where its memory outlives it."""
         pair = self._pairs.pop(boot, None)
+        self._usable.discard(boot)
         actions: list[Action] = []
         for hand in [h for h in self._hands.values() if h.pair.boot == boot]:
-            pair = hand.pair
             hand.ctx_dead = True
-            readable = pair.outlives_peer and hand.handoff is not None
+            readable = hand.pair.outlives_peer and hand.handoff is not None
             if readable and all(unit in hand.told for unit in hand.units.missing()):
                 actions += self._advance(hand, now)
             else:
@@ -371,24 +373,27 @@ class GenCore:
     # ---------------------------------------------------------------------------------------------------- ask, read
 
     def _ask(self, hand: _Hand, now: float) -> list[Action]:
-        return [self._want(hand, now, self._grants(hand))]
+        self._grant(hand)
+        return [self._want(hand, now)]
 
-    def _want(self, hand: _Hand, now: float, grants: tuple[LandingGrant, ...]) -> ToPeer:
+    def _want(self, hand: _Hand, now: float) -> ToPeer:
         hand.asked_at = now
         missing = [unit for unit in hand.units.missing() if unit not in hand.told]
+        grants = tuple(hand.grants.values())  # those that ctx has seen before it knows by their sequence numbers
         want = Want(*hand.key, hand.pair.transport, ranges(missing), grants, hand.handoff is None)
         return ToPeer(hand.pair.boot, want)
 
-    def _grants(self, hand: _Hand) -> tuple[LandingGrant, ...]:
+    def _grant(self, hand: _Hand) -> bool:
+        """Reserve landing chunks for what is still to come; True if there are new ones."""
         pair = hand.pair
         lacking = sum(unit not in hand.told for unit in hand.units.missing())
         if not pair.landing or not lacking:
-            return ()
+            return False
         useful = -(-lacking // max(1, pair.units_per_grant))
-        n = min(self._config.max_grants_per_request, useful) - hand.granted
+        n = min(self._config.max_grants_per_request, useful) - len(hand.grants)
         grants = self._wire.grants(hand.key, pair.boot, n) if n > 0 else ()
-        hand.granted += len(grants)
-        return grants
+        hand.grants.update({grant.chunk: grant for grant in grants})
+        return bool(grants)
 
     def _from_peer(self, event: FromPeer, now: float) -> list[Action]:
         frame, boot = event.frame, event.boot
@@ -453,7 +458,7 @@ class GenCore:
         if hand is None or hand.pair.boot != event.boot:
             self._orphan_back(event.boot, key)
             return [Measure(Metric.STALE_FRAMES), DropLanded(event.boot, landed)]
-        hand.granted -= 1
+        hand.grants.pop(landed.chunk, None)
         new = [d for d in landed.pages if self._wants(hand, d)]
         if not new:
             return [Measure(Metric.STALE_FRAMES), DropLanded(event.boot, landed)]
@@ -506,8 +511,7 @@ class GenCore:
         if not hand.complete:
             if hand.ctx_dead and not hand.jobs:
                 return self._give_up(hand, "lost", "the context worker died")
-            grants = () if hand.ctx_dead else self._grants(hand)
-            return [self._want(hand, now, grants)] if grants else []
+            return [self._want(hand, now)] if not hand.ctx_dead and self._grant(hand) else []
         if hand.ctx_dead:
             seen = tuple((d.page, d.generation) for d in hand.seen.values())
             if not self._wire.still_valid(hand.pair.boot, seen):
@@ -583,8 +587,8 @@ class GenCore:
         return actions + self._close_if_unused(boot)
 
     def _orphan(self, hand: _Hand, since: float) -> None:
-        if hand.granted and not hand.ctx_dead:
-            self._orphans[hand.pair.boot, hand.key] = (hand.granted, since)
+        if hand.grants and not hand.ctx_dead:
+            self._orphans[hand.pair.boot, hand.key] = (len(hand.grants), since)
 
     def _orphan_back(self, boot: str, key: Key) -> None:
         out, since = self._orphans.pop((boot, key), (0, 0.0))
@@ -593,8 +597,8 @@ class GenCore:
 
     def _reclaim(self, key: Key, boot: str, hand: _Hand | None) -> None:
         orphan = self._orphans.pop((boot, key), None)
-        if hand is not None and hand.pair.boot == boot and hand.granted:
-            hand.granted = 0
+        if hand is not None and hand.pair.boot == boot and hand.grants:
+            hand.grants = {}
             orphan = orphan or (0, 0.0)
         if orphan is not None:
             self._wire.reclaim(key, boot)
@@ -615,9 +619,8 @@ class GenCore:
                 actions += self._give_up(hand, "timeout", message)
             elif not hand.ctx_dead and now - hand.asked_at >= self._config.renew_every_s:
                 actions += self._repeat(hand, now)
-            elif hand.pair.landing and not hand.granted and not hand.ctx_dead:
-                grants = self._grants(hand)
-                actions += [self._want(hand, now, grants)] if grants else []
+            elif not hand.grants and not hand.ctx_dead and self._grant(hand):
+                actions.append(self._want(hand, now))
         return actions + self._reset_stalled(now)
 
     def _repeat(self, hand: _Hand, now: float) -> list[Action]:
@@ -631,10 +634,11 @@ class GenCore:
         actions: list[Action] = []
         for boot in sorted(boots):
             self._pairs.pop(boot, None)
+            self._usable.discard(boot)
             for orphan in [o for o in self._orphans if o[0] == boot]:
                 del self._orphans[orphan]
             for hand in [h for h in self._hands.values() if h.pair.boot == boot]:
-                hand.granted = 0
+                hand.grants = {}
                 actions += self._give_up(hand, "transfer", "the context worker stalls")
             actions.append(ResetPair(boot))
         return actions

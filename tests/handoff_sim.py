@@ -1,0 +1,633 @@
+"""Ctx and gen workers, ingress and router in simulated time: the real protocol cores and page books, all else faked.
+
+A page's content is a hash of the tokens whose state it holds, so a page that was read too late, freed too early or
+written by a copy that nobody waited for shows as a wrong content. Copies write their destination when they run, whatever
+became of their request, as real ones do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+from tailrace.kv_cache.block_hash import BlockHasher
+from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout
+from tailrace.kv_cache.manager import KvManager
+from tailrace.model.sampling_params import SamplingParams
+from tailrace.model.state_groups import Field, GroupKind, StateGroup
+from tailrace.transfer import core_events as ce
+from tailrace.transfer.ctx_core import CtxCore
+from tailrace.transfer.gen_core import GenCore
+from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, FirstToken, PrefillResult
+from tailrace.transfer.messages import (
+    Bind,
+    Bound,
+    Cancel,
+    Deaths,
+    Delta,
+    Fail,
+    Handoff,
+    Landed,
+    LandingGrant,
+    NotNow,
+    PeerAddress,
+    Progress,
+    Ready,
+    Release,
+    Renew,
+    Submit,
+    Want,
+    pack_ids,
+    unpack_ids,
+)
+from tailrace.transfer.transports.base import LandedIn, PostDone, ReadDone
+
+PAGE = 4
+NAMESPACE = b"n" * 16
+KINDS = {"ready": Ready, "handoff": Handoff, "release": Release, "landed": LandedIn, "want": Want}
+CONFIG = ce.CoreConfig(pin_lease_s=3.0, request_lease_s=2.0, kv_transfer_timeout_s=4.0)
+
+
+def layout(page: int = PAGE) -> PageLayout:
+    group = StateGroup(GroupKind.HISTORY, (0,), (Field("k", 1, 2), Field("v", 1, 2)))
+    return PageLayout(group, page, "float32")
+
+
+def state_of(tokens: tuple[int, ...], ordinal: int) -> int:
+    """Content of the page of this ordinal once the state of all `tokens` is computed."""
+    return hash(("state", tokens[: (ordinal + 1) * PAGE]))
+
+
+@dataclass
+class Request:
+    """The ingress's view. `outcome`: None until it ends."""
+
+    name: str
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    samples: int = 1
+    attempt: int = 0
+    ctx: str = ""
+    gen: str = ""
+    outcome: str | None = None
+    reason: str = ""
+    firsts: int = 0
+    ended_at: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.name, self.attempt)
+
+
+class Worker:
+    """What ctx and gen share: books, memory, a core whose actions are carried out here."""
+
+    core: Any
+
+    def __init__(self, world: World, name: str, boot: str, pages: int) -> None:
+        self.world, self.name, self.boot, self.alive = world, name, boot, True
+        self.kv = KvManager(layout(), pages + 1, PAGE)
+        self.memory: dict[int, Any] = {}
+        self.kv.set_poison(lambda freed: self.memory.update({page: "poison" for page in freed}))
+        self.measures: dict[str, float] = defaultdict(float)
+
+    def feed(self, event: Any) -> None:
+        if self.alive:
+            for action in self.core.handle(event, self.world.now):
+                self.act(action)
+
+    def act(self, action: Any) -> None:
+        world = self.world
+        match action:
+            case ce.ToPeer():
+                world.send(self, action.boot, action.frame)
+            case ce.ToRouter():
+                world.later(world.wire_s, lambda: world.router(self, action.frame))
+            case ce.ToIngress():
+                world.later(world.wire_s, lambda: world.ingress(self, action.item))
+            case ce.ToLoop():
+                self.on_loop(action.event)
+            case ce.Measure():
+                self.measures[action.metric] += action.value
+            case _:
+                self.on_transport(action)
+
+    def on_loop(self, event: Any) -> None:
+        raise NotImplementedError
+
+    def on_transport(self, action: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def used(self) -> int:
+        return self.kv.counts().used
+
+
+@dataclass
+class Prefill:
+    submit: Submit
+    tokens: tuple[int, ...]
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    pinned: list[int] = field(default_factory=list)
+
+
+class Ctx(Worker):
+    """One prefill at a time, in chunks. `paused`: the loop computes nothing (a long chunk)."""
+
+    def __init__(self, world: World, name: str, boot: str, pages: int) -> None:
+        super().__init__(world, name, boot, pages)
+        self.core = world.ctx_core(self.kv, world.config)
+        self.jobs: dict[tuple[str, int], Prefill] = {}
+        self.paused = False
+        self.order: list[str] = []  # what happened, for tests of order
+        world.later(0.0, self.step)
+
+    def on_loop(self, event: Any) -> None:
+        if isinstance(event, Arrived):
+            submit = event.submit
+            self.jobs[event.key] = Prefill(submit, tuple(unpack_ids(submit.prompt_ids + submit.output_ids)))
+        elif isinstance(event, Cancelled) and event.key in self.jobs:
+            self.forget(event.key)
+            self.feed(ce.LoopEnded(event.key, "cancelled"))
+
+    def forget(self, key: tuple[str, int]) -> None:
+        self.kv.release(self.jobs.pop(key).pages)
+
+    def step(self) -> None:
+        if not self.alive:
+            return
+        key = next((k for k, job in self.jobs.items() if self.reserve(job)), None)
+        if key is None or self.paused:
+            self.world.later(self.world.chunk_s / 2, self.step)
+            return
+        job = self.jobs[key]
+        end = min(len(job.tokens), job.computed + self.world.chunk_tokens)
+        last = end == len(job.tokens)
+        self.feed(ce.ChunkLaunched(key, last, (len(job.tokens) - job.computed) * 0.01))
+        self.world.later(self.world.chunk_s, lambda: self.chunk_end(key, job, end))
+
+    def reserve(self, job: Prefill) -> bool:
+        if job.pages:
+            return True
+        hit = self.kv.match_prefix(NAMESPACE, job.submit.hashes, len(job.tokens))
+        new = self.kv.allocate(self.kv.layout.num_pages(len(job.tokens)) - len(hit.pages))
+        if new is None:
+            self.kv.release(hit.pages)
+            return False
+        job.pages, job.computed = hit.pages + new, hit.num_tokens
+        return True
+
+    def chunk_end(self, key: tuple[str, int], job: Prefill, end: int) -> None:
+        if self.alive and self.jobs.get(key) is job:
+            for ordinal in range(job.computed // PAGE, -(-end // PAGE)):
+                self.memory[job.pages[ordinal]] = state_of(job.tokens[:end], ordinal)
+            job.computed = end
+            self.order.append(f"computed {end}")
+            reach = job.pages[: -(-end // PAGE)]
+            new = tuple((o, p) for o, p in enumerate(reach) if o >= len(job.pinned))
+            self.kv.pin([page for _, page in new])
+            job.pinned = list(reach)
+            self.feed(ce.ChunkDone(key, new, end, (len(job.tokens) - end) * 0.01))
+            if end == len(job.tokens):
+                self.finish(key, job)
+        self.step()
+
+    def finish(self, key: tuple[str, int], job: Prefill) -> None:
+        done = job.submit.params.max_tokens == 1
+        first = FirstToken(7, finish="length" if done else None)
+        self.feed(ce.PrefillDone(key, PrefillResult((first,) * job.submit.samples, len(job.tokens))))
+        self.kv.publish(NAMESPACE, job.submit.hashes, job.pages, len(job.tokens))
+        self.forget(key)
+
+    def on_transport(self, action: Any) -> None:
+        assert isinstance(action, ce.StartPost)
+        self.world.post(self, action.job)
+
+
+class Gen(Worker):
+    """Decodes each admitted request for `decode_s`, then ends it."""
+
+    def __init__(self, world: World, name: str, boot: str, pages: int) -> None:
+        super().__init__(world, name, boot, pages)
+        self.headroom = 0
+        self.core = world.gen_core(self.kv, self, world.config, lambda: self.headroom)
+        self.running: dict[tuple[str, int], Admitted] = {}
+        self.reads: dict[int, tuple[str, bool]] = {}  # job -> (boot, begun)
+        self.chunks: dict[int, Any] = {}  # landing chunk -> (key, boot) while granted or landed
+        self.sequences: dict[int, int] = defaultdict(int)
+        self.closed: list[str] = []
+        self.resets: list[str] = []
+        self.admitted: list[Admitted] = []
+
+    # Wire
+    def grants(self, key: Any, boot: str, n: int) -> tuple[LandingGrant, ...]:
+        free = [c for c in range(self.world.landing_chunks) if c not in self.chunks][:n]
+        for chunk in free:
+            self.chunks[chunk] = (key, boot, "granted")
+            self.sequences[chunk] += 1
+        size = self.world.units_per_grant * self.kv.layout.bytes_per_page
+        return tuple(LandingGrant(c, self.sequences[c], size) for c in free)
+
+    def reclaim(self, key: Any, boot: str) -> None:
+        for chunk in [c for c, v in self.chunks.items() if v == (key, boot, "granted")]:
+            del self.chunks[chunk]
+
+    def still_valid(self, boot: str, seen: tuple[tuple[int, int], ...]) -> bool:
+        peer = self.world.boots[boot]
+        assert boot not in self.closed
+        return all(peer.kv.descriptor_generation(page) == generation for page, generation in seen)
+
+    # the loop
+    def on_loop(self, event: Any) -> None:
+        if isinstance(event, Admitted):
+            self.admitted.append(event)
+            self.running[event.key] = event
+            self.check(event)
+            self.world.later(self.world.decode_s, lambda: self.end(event))
+        elif isinstance(event, Cancelled) and event.key in self.running:
+            self.let_go(self.running[event.key])
+            self.feed(ce.LoopEnded(event.key, "cancelled"))
+
+    def check(self, event: Admitted) -> None:
+        tokens = self.world.requests[event.key[0]].tokens
+        assert event.handoff.num_tokens == len(tokens)
+        assert len(event.pages) == -(-len(tokens) // PAGE)
+        for ordinal, page in enumerate(event.pages):
+            assert self.memory.get(page) == state_of(tokens, ordinal), f"wrong state in page {page} of {event.key}"
+
+    def let_go(self, event: Admitted) -> None:
+        del self.running[event.key]
+        self.kv.release([page for page in event.pages if page != SCRATCH_PAGE])
+
+    def end(self, event: Admitted) -> None:
+        if self.alive and self.running.get(event.key) is event:
+            self.check(event)
+            handoff = event.handoff
+            self.kv.publish(handoff.namespace, handoff.hashes, event.pages, handoff.num_tokens)
+            self.let_go(event)
+            self.world.later(self.world.wire_s, lambda: self.world.ingress(self, delta(event.key, "length")))
+            self.feed(ce.LoopEnded(event.key, "finished"))
+
+    # transports
+    def on_transport(self, action: Any) -> None:
+        match action:
+            case ce.StartRead():
+                self.reads[action.job.job] = (action.job.boot, False)
+                self.world.later(self.world.read_s, lambda: self.read(action.job))
+            case ce.AbandonRead():
+                pass
+            case ce.DropLanded():
+                self.chunks.pop(action.landed.chunk, None)
+            case ce.ClosePair() | ce.ResetPair():
+                if not self.world.landing:
+                    assert not any(boot == action.boot for boot, _ in self.reads.values()), "closed under a read"
+                for chunk in [c for c, v in self.chunks.items() if v[1] == action.boot]:
+                    del self.chunks[chunk]
+                (self.closed if isinstance(action, ce.ClosePair) else self.resets).append(action.boot)
+                if isinstance(action, ce.ResetPair):
+                    self.world.later(0.3, lambda: self.world.pair(action.boot, self))
+
+    def read(self, job: Any) -> None:
+        """The copy itself: writes its destinations, whatever became of the request."""
+        if not self.alive:
+            return
+        if self.world.held and not (job.boot in self.world.dead and job.key not in self.core):
+            self.world.later(0.01, lambda: self.read(job))
+            return
+        peer, ok, stale = self.world.boots[job.boot], [], []
+        if job.landed is not None:
+            self.chunks.pop(job.landed.chunk, None)
+        for descriptor, page in job.units:
+            if job.landed is not None:
+                self.memory[page] = self.world.in_chunks[self.boot, job.landed.chunk][descriptor.ordinal]
+                ok.append(descriptor)
+                continue
+            self.memory[page] = peer.memory.get(descriptor.page)
+            unchanged = peer.kv.descriptor_generation(descriptor.page) == descriptor.generation
+            (ok if unchanged else stale).append(descriptor)
+        del self.reads[job.job]
+        error = self.world.read_errors.pop() if self.world.read_errors else None
+        self.feed(ReadDone(job.job, job.key, () if error else tuple(ok), tuple(stale), error))
+
+
+def delta(key: tuple[str, int], finish: str | None) -> Delta:
+    return Delta(*key, 0, 1, b"", (), finish, None, (), 0, {})
+
+
+class World:
+    """Everything, and simulated time. `landing`: pages go through landing chunks, as over nixl."""
+
+    def __init__(
+        self,
+        *,
+        ctx_pages: int = 32,
+        gen_pages: int = 32,
+        num_ctx: int = 1,
+        num_gen: int = 1,
+        landing: bool = False,
+        config: ce.CoreConfig = CONFIG,
+        ctx_core: Callable[..., CtxCore] = CtxCore,
+        gen_core: Callable[..., GenCore] = GenCore,
+        retries: int = 3,
+    ) -> None:
+        self.config, self.landing, self.ctx_core, self.gen_core = config, landing, ctx_core, gen_core
+        self.ctx_pages, self.gen_pages, self.retries = ctx_pages, gen_pages, retries
+        self.chunk_tokens, self.chunk_s, self.read_s, self.wire_s, self.decode_s = 8, 0.05, 0.02, 0.001, 0.3
+        self.landing_chunks, self.units_per_grant = 3, 2
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self.boots: dict[str, Any] = {}
+        self.dead: set[str] = set()
+        self.held = False
+        self.renewing = True
+        self.binding = True
+        self.announce_deaths = True
+        self.read_errors: list[str] = []
+        self.post_errors: list[str] = []
+        self.faults: dict[str, list[str]] = defaultdict(list)
+        self.down: set[tuple[str, str]] = set()
+        self.in_chunks: dict[tuple[str, int], dict[int, Any]] = {}
+        self.requests: dict[str, Request] = {}
+        self.bytes_log: list[int] = []
+        self.binds = itertools.count(1)
+        self.unbound: dict[tuple[str, int], str] = {}  # key -> ctx boot, while no gen is bound
+        self.frames: list[tuple[str, str, Any]] = []
+        self.hasher = BlockHasher(b"secret", PAGE)
+        self.workers: dict[str, Worker] = {}
+        self.boot_numbers: dict[str, int] = defaultdict(int)
+        for i in range(num_ctx):
+            self.start("ctx", f"c{i}")
+        for i in range(num_gen):
+            self.start("gen", f"g{i}")
+        self.tick()
+
+    # ------------------------------------------------------------------------------------------------------------- time
+
+    def later(self, delay: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now + delay, next(self._count), call))
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self._heap and self._heap[0][0] <= until:
+            self.now, _, call = heapq.heappop(self._heap)
+            call()
+        self.now = until
+
+    def tick(self) -> None:
+        for worker in list(self.workers.values()):
+            worker.feed(ce.Tick())
+            if worker.alive:
+                worker.kv.check()
+        if self.renewing and int(self.now * 10) % 5 == 0:
+            self.renew()
+        self.later(0.1, self.tick)
+
+    # ---------------------------------------------------------------------------------------------------------- workers
+
+    def start(self, role: str, name: str) -> Worker:
+        self.boot_numbers[name] += 1
+        boot = f"{name}.{self.boot_numbers[name]}"
+        cls, pages = (Ctx, self.ctx_pages) if role == "ctx" else (Gen, self.gen_pages)
+        worker = cls(self, name, boot, pages)
+        self.workers[name] = worker
+        self.boots[boot] = worker
+        for other in self.workers.values():
+            if isinstance(other, Gen) and role == "ctx":
+                self.pair(boot, other)
+            elif isinstance(other, Ctx) and role == "gen":
+                self.pair(other.boot, worker)
+        return worker
+
+    def pair(self, boot: str, gen: Any) -> None:
+        if gen.alive and self.boots[boot].alive and (boot, gen.boot) not in self.down:
+            units = self.units_per_grant if self.landing else 0
+            gen.feed(ce.PairUp(boot, "nixl" if self.landing else "shm", self.landing, not self.landing, units))
+
+    def kill(self, name: str) -> None:
+        worker = self.workers[name]
+        if not worker.alive:
+            return
+        worker.alive = False
+        self.dead.add(worker.boot)
+        for gen in self.gens():
+            gen.feed(ce.PairDown(worker.boot))
+        if self.announce_deaths:
+            self.later(0.5, lambda: self.announce(worker.boot))
+
+    def announce(self, boot: str) -> None:
+        for worker in self.workers.values():
+            worker.feed(ce.FromRouter(Deaths((boot,))))
+        for request in self.requests.values():
+            if request.outcome is None and boot == request.gen:
+                request.gen = ""
+                if request.ctx not in self.dead:
+                    self.unbound[request.key] = request.ctx
+                    self.later(0.05, lambda key=request.key: self.bind(key))
+                else:
+                    self.again(request, "lost")
+            elif request.outcome is None and boot == request.ctx and not request.gen:
+                self.again(request, "lost")
+
+    def gens(self) -> list[Any]:
+        return [w for w in self.workers.values() if isinstance(w, Gen) and w.alive]
+
+    def ctxs(self) -> list[Any]:
+        return [w for w in self.workers.values() if isinstance(w, Ctx) and w.alive]
+
+    # ----------------------------------------------------------------------------------------------------------- frames
+
+    def send(self, src: Worker, boot: str, frame: Any) -> None:
+        self.frames.append((src.boot, boot, frame))
+        kind = next((k for k, cls in KINDS.items() if isinstance(frame, cls)), "")
+        todo = self.faults[kind].pop(0) if self.faults[kind] else ""
+        if todo == "drop" or {(src.boot, boot), (boot, src.boot)} & self.down:
+            return
+        delay = self.wire_s + (1.0 if todo == "late" else 0.0)
+        for _ in range(2 if todo == "dup" else 1):
+            self.later(delay, lambda: self.deliver(src, boot, frame))
+
+    def deliver(self, src: Worker, boot: str, frame: Any) -> None:
+        if not {(src.boot, boot), (boot, src.boot)} & self.down:
+            self.boots[boot].feed(ce.FromPeer(src.boot, frame))
+
+    def break_link(self, ctx_boot: str, gen: Any, seconds: float) -> None:
+        self.down.add((ctx_boot, gen.boot))
+        gen.feed(ce.PairDown(ctx_boot))
+
+        def mend() -> None:
+            self.down.discard((ctx_boot, gen.boot))
+            self.pair(ctx_boot, gen)
+
+        self.later(seconds, mend)
+
+    def post(self, ctx: Any, job: Any) -> None:
+        """A landing write: packs, checks generations, writes into the chunk, notifies."""
+
+        def run() -> None:
+            if not ctx.alive:
+                return
+            if self.held:
+                self.later(0.01, run)
+                return
+            gen = self.boots[job.boot]
+            stale = any(ctx.kv.descriptor_generation(d.page) != d.generation for d in job.pages)
+            error = self.post_errors.pop() if self.post_errors else ("stale" if stale else None)
+            if error is None and gen.alive and job.boot not in self.dead:
+                owner = gen.chunks.get(job.grant.chunk)
+                current = gen.sequences[job.grant.chunk] == job.grant.sequence
+                assert owner is not None and current or job.boot in ctx_resets(gen, ctx), "wrote into another's chunk"
+                content = {d.ordinal: ctx.memory.get(d.page) for d in job.pages}
+                self.in_chunks[gen.boot, job.grant.chunk] = content
+                landed = Landed(*job.key, job.grant.chunk, job.grant.sequence, job.grant.nbytes, 0, job.pages)
+                self.notify(gen, LandedIn(ctx.boot, landed))
+            ctx.feed(PostDone(job.job, job.key, error, stale))
+
+        self.later(self.read_s, run)
+
+    def notify(self, gen: Any, event: LandedIn) -> None:
+        todo = self.faults["landed"].pop(0) if self.faults["landed"] else ""
+        if todo == "drop":
+            return
+        landed = event.landed
+
+        def run() -> None:
+            owner = gen.chunks.get(landed.chunk)
+            if owner is None or owner[2] != "granted" or gen.sequences[landed.chunk] != landed.sequence:
+                return  # what the transport itself refuses: an old sequence number
+            gen.chunks[landed.chunk] = (*owner[:2], "unpacking")
+            gen.feed(event)
+
+        for _ in range(2 if todo == "dup" else 1):
+            self.later(self.wire_s + (1.0 if todo == "late" else 0.0), run)
+
+    # ----------------------------------------------------------------------------------------------- router and ingress
+
+    def router(self, worker: Worker, frame: Any) -> None:
+        if isinstance(frame, Progress) and (frame.request, frame.attempt) not in self.unbound:
+            self.unbound[frame.request, frame.attempt] = worker.boot
+            self.bind((frame.request, frame.attempt))
+        elif isinstance(frame, NotNow):
+            key = (frame.request, frame.attempt)
+            if key in self.unbound:
+                self.later(frame.retry_s, lambda: self.bind(key))
+        elif isinstance(frame, Bound):
+            key = (frame.request, frame.attempt)
+            request = self.requests[frame.request]
+            self.unbound.pop(key, None)
+            if request.key == key and request.outcome is None:
+                request.gen = worker.boot
+                self.later(self.wire_s, lambda: worker.feed(ce.FromIngress(Renew((key,), 2.0))))
+
+    def bind(self, key: tuple[str, int], gen: Any = None) -> None:
+        request = self.requests[key[0]]
+        boot = self.unbound.get(key)
+        if boot is None or request.key != key or request.outcome is not None:
+            self.unbound.pop(key, None)
+            return
+        gens = [g for g in self.gens() if g.boot not in self.dead]
+        if not gens or not self.binding:
+            self.later(0.1, lambda: self.bind(key))
+            return
+        gen = gen or gens[crc32(key[0].encode()) % len(gens)]
+        hashes = self.hasher.hash_blocks("s", request.tokens)
+        ctx = PeerAddress("c", boot, "h", 1)
+        args = (len(request.tokens), request.params.max_tokens, 1, hashes, NAMESPACE)
+        bind = Bind(next(self.binds), *key, ctx, *args)
+        self.later(self.wire_s, lambda: gen.feed(ce.FromRouter(bind)))
+
+    def submit(self, name: str, tokens: tuple[int, ...], max_tokens: int = 8, samples: int = 1) -> Request:
+        request = Request(name, tokens, SamplingParams(max_tokens=max_tokens), samples)
+        self.requests[name] = request
+        self.place(request)
+        return request
+
+    def place(self, request: Request) -> None:
+        ctxs = self.ctxs()
+        if not ctxs:
+            self.over(request, "failed", "no ctx")
+            return
+        ctx = ctxs[crc32(request.name.encode()) % len(ctxs)]
+        request.ctx, request.gen = ctx.boot, ""
+        hashes = self.hasher.hash_blocks("s", request.tokens)
+        submit = Submit(
+            *request.key, "prefill", pack_ids(request.tokens), b"", request.params, request.samples, hashes, NAMESPACE,
+            0, 2.0, None, False,
+        )  # fmt: skip
+        self.later(self.wire_s, lambda: ctx.feed(ce.FromIngress(submit)))
+
+    def renew(self) -> None:
+        for request in self.requests.values():
+            if request.outcome is None:
+                for boot in (request.ctx, request.gen):
+                    if boot:
+                        self.boots[boot].feed(ce.FromIngress(Renew((request.key,), 2.0)))
+
+    def ingress(self, worker: Worker, item: Any) -> None:
+        request = self.requests[item.request]
+        if request.key != (item.request, item.attempt) or request.outcome is not None:
+            return
+        if isinstance(item, Delta):
+            request.firsts += item.start == 0
+            if item.finish is not None:
+                self.over(request, "finished", item.finish)
+        elif item.retryable:
+            self.again(request, item.code)
+        else:
+            self.cancel_everywhere(request, item.code)
+            self.over(request, "failed", item.code)
+
+    def again(self, request: Request, code: str) -> None:
+        self.cancel_everywhere(request, code)
+        if request.attempt + 1 >= self.retries:
+            self.over(request, "failed", code)
+            return
+        request.attempt += 1
+        request.reason = code
+        self.place(request)
+
+    def cancel(self, name: str) -> None:
+        request = self.requests[name]
+        if request.outcome is None:
+            self.cancel_everywhere(request, "client")
+            self.over(request, "cancelled", "client")
+
+    def cancel_everywhere(self, request: Request, reason: str) -> None:
+        key = request.key
+        for boot in {request.ctx, request.gen} - {""}:
+            self.later(self.wire_s, lambda b=boot: self.boots[b].feed(ce.FromIngress(Cancel(*key, reason))))
+        if not request.gen:  # the router tells a gen that is just being bound
+            for gen in self.gens():
+                self.later(2 * self.wire_s, lambda g=gen: g.feed(ce.FromRouter(Cancel(*key, reason))))
+
+    def over(self, request: Request, outcome: str, reason: str) -> None:
+        request.outcome, request.reason, request.ended_at = outcome, reason, self.now
+
+    # ------------------------------------------------------------------------------------------------------------ checks
+
+    def assert_quiet(self) -> None:
+        """No entry, no page in use, no landing chunk out, in any living worker."""
+        for worker in self.workers.values():
+            if not worker.alive:
+                continue
+            worker.kv.check()
+            assert worker.core.idle, f"{worker.boot} still has entries"
+            assert worker.used == 0, f"{worker.boot}: {worker.kv.counts()}"
+            if isinstance(worker, Gen):
+                assert not worker.chunks, f"{worker.boot}: landing chunks out {worker.chunks}"
+
+
+def ctx_resets(gen: Any, ctx: Any) -> set[str]:
+    """Boots of gen if it has reset its pair with ctx: what still arrives then goes to an agent that is gone."""
+    return {gen.boot} if ctx.boot in gen.resets else set()
+
+
+def prompt(family: int, length: int, salt: int = 0) -> tuple[int, ...]:
+    """Prompts of one family share all but their last token."""
+    return tuple(family * 1000 + i for i in range(length - 1)) + (5000 + salt,)
