@@ -23,6 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import uvloop
+
 from tailrace.cluster import log as logs
 from tailrace.cluster.config import TailraceConfig, load_config, read_args
 from tailrace.cluster.discovery import ROUTER, FileDirectory, shared_secret
@@ -148,11 +150,11 @@ def main() -> None:
         place = Place(options)
         if place.role in ("ctx", "gen"):
             if options.supervised:
-                asyncio.run(run_supervised(place))
+                uvloop.run(run_supervised(place))
             else:
                 run_worker(place)
         else:
-            asyncio.run(run_front(place))
+            uvloop.run(run_front(place))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(BAD_CONFIG)

@@ -1,0 +1,144 @@
+"""What a router process and an ingress process are made of: the composition of the torch-free roles.
+
+Used alike by Serve replicas (cluster/app.py) and by processes without Ray (cluster/process.py). Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from tailrace.cluster.config import TailraceConfig
+from tailrace.cluster.discovery import ROUTER, Directory
+from tailrace.cluster.sizes import derive
+from tailrace.kv_cache.block_hash import BlockHasher
+from tailrace.model.errors import ConfigError, PeerError
+from tailrace.model.source import ModelSource, open_source
+from tailrace.router.flow import FlowPolicy
+from tailrace.router.http_app import build_app
+from tailrace.router.ingress import IngressConfig, IngressService
+from tailrace.router.router_link import Address, RouterLink
+from tailrace.router.worker_links import WorkerLinks
+from tailrace.transfer.links import Identity
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+HTTP_GRACE_S = 1
+
+
+def new_boot() -> str:
+    """A boot id: random for every start of a process."""
+    return secrets.token_hex(8)
+
+
+def ingress_config(config: TailraceConfig, source: ModelSource, process: str) -> IngressConfig:
+    """The ingress's view of the configuration."""
+    return IngressConfig(
+        process=process,
+        model_name=config.model_name or source.name,
+        revision=source.revision,
+        fidelity=f"{config.dtype}/exact",
+        vocab_size=source.config.vocab_size,
+        max_request_tokens=derive(config, source.config).max_request_tokens,
+        policy=FlowPolicy(
+            retries=config.retries,
+            max_worker_deaths_per_request=config.max_worker_deaths_per_request,
+            router_wait_s=config.router_wait_s,
+            request_lease_s=config.request_lease_s,
+        ),
+        api_keys=tuple(key.get_secret_value() for key in config.api_keys),
+        max_active_requests=config.max_active_requests,
+        max_body_bytes=config.max_body_bytes,
+        header_wait_s=config.header_wait_s,
+        slow_reader_s=config.slow_reader_s,
+        stats_period_s=config.stats_period_s,
+        public_metrics=config.public_metrics,
+        tokenizer_threads=config.ingress.tokenizer_threads,
+    )
+
+
+class IngressFront:
+    """One ingress. `app` is its ASGI application, whose lifespan starts and ends everything."""
+
+    def __init__(self, config: TailraceConfig, directory: Directory, secret: bytes, *, name: str, host: str) -> None:
+        source = open_source(config.model)
+        me = Identity("ingress", name, new_boot())
+        self.described = {"boot": me.boot}
+        self._directory = directory
+        service = IngressService(
+            ingress_config(config, source, name),
+            source.tokenizer,
+            source.chat_template,
+            BlockHasher(secret, config.block_tokens),
+            RouterLink(self._find_router, me, secret),
+            WorkerLinks(me, secret),
+        )
+        self.app = build_app(service)
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Nothing: the application's lifespan does it."""
+
+    async def listen(self, host: str, port: int) -> int:
+        """Serve HTTP here (without Ray, whose Serve does it otherwise); returns the port.
+
+        Raises:
+            ConfigError: the port is taken; it is named.
+        """
+        sock = _bound(host, port)
+        self._server = _Server(
+            uvicorn.Config(
+                self.app, log_config=None, access_log=False, timeout_graceful_shutdown=HTTP_GRACE_S, lifespan="on"
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]), name="http")
+        while not self._server.started:
+            if self._serving.done():
+                await self._serving
+                raise PeerError("the HTTP server ended before it served")
+            await asyncio.sleep(0.005)
+        return sock.getsockname()[1]
+
+    def check(self) -> None:
+        """Raise if the HTTP server has ended by itself."""
+        if self._serving is not None and self._serving.done():
+            self._serving.result()
+            raise PeerError("the HTTP server has ended")
+
+    async def stop(self) -> None:
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+    async def _find_router(self) -> Address | None:
+        entry = await asyncio.to_thread(self._directory.lookup, ROUTER)
+        return None if entry is None else (entry["host"], entry["port"], entry["boot"])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that leaves signals to the process around it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}") from None
+    return sock
