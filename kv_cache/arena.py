@@ -1,6 +1,6 @@
 """A worker's pages and their generation numbers, in named shared memory that peers on the host map read-only.
 
-    [header 4096 bytes | generations uint64 * num_pages | pad to 4096 | pages num_pages * bytes_per_page]
+    [header and known bytes, 4096 | generations uint64 * num_pages | pad to 4096 | pages num_pages * bytes_per_page]
 
 Named tailrace-<app>-<worker>-<boot>. Only the owner writes. The file is unlinked by its owner at an orderly end, or by
 the next boot of the same worker; it is never truncated and never opened for writing again, so a peer that mapped it can
@@ -10,6 +10,7 @@ go on reading after its owner died. Plain files under /dev/shm: no resource trac
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import os
 import re
@@ -67,6 +68,7 @@ class Arena:
     def __init__(self, name: str, path: Path, memory: mmap.mmap, num_pages: int, bytes_per_page: int, at: int) -> None:
         self.name = name
         self._path = path
+        self._probe = np.frombuffer(memory, np.uint8, _ALIGN - _HEADER.size, _HEADER.size)
         self.generations: np.ndarray = np.frombuffer(memory, np.uint64, num_pages, _ALIGN)
         self.pages: np.ndarray = np.frombuffer(memory, np.uint8, num_pages * bytes_per_page, at).reshape(
             num_pages, bytes_per_page
@@ -96,6 +98,7 @@ class Arena:
             raise
         finally:
             os.close(fd)
+        memory[_HEADER.size : _ALIGN] = _known_bytes(name)
         memory[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, num_pages, layout.bytes_per_page, at)
         return cls(name, path, memory, num_pages, layout.bytes_per_page, at)
 
@@ -129,14 +132,23 @@ class Arena:
     def bytes_per_page(self) -> int:
         return self.pages.shape[1]
 
+    def is_readable(self) -> bool:
+        """Whether the known bytes, which the owner derived from the name, are seen through this mapping."""
+        return self._probe.tobytes() == _known_bytes(self.name)
+
     def close(self) -> None:
         """Give up this mapping; the memory is unmapped when the last array over it is gone."""
+        self._probe = np.empty(0, np.uint8)
         self.generations = np.empty(0, np.uint64)
         self.pages = np.empty((0, 0), np.uint8)
 
     def unlink(self) -> None:
         """Remove the name, by the owner; mappings stay readable."""
         self._path.unlink(missing_ok=True)
+
+
+def _known_bytes(name: str) -> bytes:
+    return hashlib.shake_256(name.encode()).digest(_ALIGN - _HEADER.size)
 
 
 def _reserve(fd: int, path: Path, size: int) -> None:

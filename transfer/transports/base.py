@@ -33,9 +33,12 @@ class CopyFailed(Exception):
     """Raised by a PageHook: this page cannot be copied."""
 
 
-PageHook = Callable[[Key, PageDescriptor], None]
-"""Tests: called in the helper thread before each page is copied or packed; may block (HOLD), sleep (SLOW) or raise
-CopyFailed (FAIL). With a hook pages are copied one by one."""
+PageHook = Callable[[Key, PageDescriptor], bool]
+"""Tests: called in the helper thread before each page is copied, packed or unpacked; pages then go one by one.
+
+True: go on. False: not yet, ask again in about a millisecond, other jobs go on (HOLD). It may also sleep (SLOW) or raise
+CopyFailed (FAIL).
+"""
 
 
 @dataclass(frozen=True, slots=True)

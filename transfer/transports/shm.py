@@ -1,0 +1,158 @@
+"""Reading over shared memory: gen maps the arena of a ctx on its host read-only and copies page to page.
+
+The mapping outlives ctx: what it had published can be read, and judged by its generation numbers, after its death.
+Copies run in helper threads. Nobody writes to a peer's memory, so there is nothing to wait for but our own copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Iterator, Sequence
+
+from tailrace.kv_cache.arena import Arena
+from tailrace.model.errors import PeerError
+from tailrace.transfer.loop_events import Key
+from tailrace.transfer.messages import Landed, LandingGrant
+from tailrace.transfer.transports.base import (
+    ChunkCounts,
+    LandedIn,
+    PageHook,
+    PostDone,
+    PostJob,
+    ReadDone,
+    ReadJob,
+    Wake,
+)
+from tailrace.transfer.transports.copying import Helper, Job, SplitCopier
+from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, unchanged
+
+log = logging.getLogger(__name__)
+
+
+class _Touch(Job[None]):
+    """Maps in every page of a peer's arena, so that no read pays for page faults."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._bytes = arena.pages.reshape(-1)
+
+    def steps(self) -> Iterator[bool]:
+        self._bytes[:: mmap.PAGESIZE].max()
+        yield True
+
+    def result(self) -> None:
+        return None
+
+
+class ShmTransport:
+    """Reads from the arenas of peers on this host; lets peers read ours.
+
+    Args:
+        arena: our own, which we alone write.
+        wake: called when `poll` has something new.
+        hook: tests only.
+        threads: helper threads that a big job may use, 1 or 2.
+    """
+
+    name = "shm"
+    reads_survive_death = True
+    units_per_grant = 0
+
+    def __init__(
+        self, arena: Arena, *, wake: Wake | None = None, hook: PageHook | None = None, threads: int = 2
+    ) -> None:
+        self._arena = arena
+        self._hook = hook
+        self._peers: dict[str, Arena] = {}
+        self._jobs: dict[int, CopyJob] = {}
+        self._done: list[ReadDone] = []
+        self._copier = SplitCopier("shm-copy", threads)
+        self._helper: Helper[ReadDone | None] = Helper("shm-copy-1", wake)
+
+    # --------------------------------------------------------------------------------------------------------- pairing
+
+    def info_for(self, boot: str) -> bytes:
+        """The name of our arena, whoever asks."""
+        return self._arena.name.encode()
+
+    def connect(self, boot: str, info: bytes) -> None:
+        known = self._peers.get(boot)
+        if known is not None and known.name.encode() == info:
+            return
+        arena = Arena.open_read_only(info.decode(errors="replace"))
+        if arena.bytes_per_page != self._arena.bytes_per_page:
+            raise PeerError(
+                f"pages of {arena.name} have {arena.bytes_per_page} bytes, ours {self._arena.bytes_per_page}"
+            )
+        self.disconnect(boot)
+        self._peers[boot] = arena
+        self._helper.submit(_Touch(arena))
+        log.info("arena_mapped", extra={"fields": {"boot": boot, "arena": arena.name, "bytes": arena.pages.nbytes}})
+
+    def probe(self, boot: str) -> bool:
+        arena = self._peers.get(boot)
+        return arena is not None and arena.is_readable()
+
+    def disconnect(self, boot: str) -> None:
+        arena = self._peers.pop(boot, None)
+        if arena is None:
+            return
+        for copy in self._jobs.values():
+            if copy.job.boot == boot:
+                copy.drop("the mapping of the peer's memory was closed")
+        arena.close()  # running copies keep what they read from mapped
+
+    # --------------------------------------------------------------------------------------------------------- reading
+
+    def read(self, job: ReadJob) -> None:
+        arena = self._peers.get(job.boot)
+        if arena is None:
+            self._done.append(ReadDone(job.job, job.key, (), (), f"no memory of {job.boot} is mapped"))
+            return
+        copy = CopyJob(job, Mapped(arena.pages, arena.generations), self._arena.pages, self._copier, self._hook)
+        self._jobs[job.job] = copy
+        self._helper.submit(copy)
+
+    def abandon(self, boot: str, job: int) -> None:
+        copy = self._jobs.get(job)
+        if copy is not None:
+            copy.drop("abandoned")
+
+    def still_valid(self, boot: str, seen: Sequence[tuple[int, int]]) -> bool:
+        arena = self._peers.get(boot)
+        return arena is not None and bool(unchanged(Mapped(arena.pages, arena.generations), seen).all())
+
+    def poll(self) -> list[ReadDone | PostDone | LandedIn]:
+        done: list[ReadDone | PostDone | LandedIn] = [d for d in self._helper.drain() if d is not None]
+        done += self._done
+        self._done = []
+        for event in done:
+            if isinstance(event, ReadDone):
+                self._jobs.pop(event.job, None)
+        return done
+
+    def busy(self) -> bool:
+        return bool(self._jobs or self._done)
+
+    def close(self) -> None:
+        for boot in list(self._peers):
+            self.disconnect(boot)
+        self._helper.close()
+        self._copier.close()
+
+    # -------------------------------------------------------------------------------------------- landing: not our kind
+
+    def grants(self, key: Key, boot: str, n: int) -> tuple[LandingGrant, ...]:
+        return ()
+
+    def drop_landed(self, boot: str, landed: Landed) -> None:
+        raise NotALandingTransport(self.name)
+
+    def reclaim(self, key: Key, boot: str) -> None:
+        """Nothing was ever granted."""
+
+    def post(self, job: PostJob) -> None:
+        raise NotALandingTransport(self.name)
+
+    def counts(self) -> ChunkCounts:
+        return ChunkCounts()
