@@ -23,7 +23,10 @@ import numpy as np
 import torch
 
 _QUERY_BLOCK = 128  # queries of a chunk that are scored at once; bounds the scores and skips what causality hides
+_QUERY_STEP = 32  # a chunk's last block is padded to a multiple of this
+_KEY_STEP = 64  # keys are padded to a multiple of this
 _WASTE_TOKENS = 256  # padding that one more group of decode rows would cost as much as
+_FLOAT32_TOKENS = 640  # up to here decode is faster in float32, which needs no compiled kernel for each shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,38 +64,44 @@ class _Group:
     """Decode rows [first, last) of a step, attended together.
 
     gather: a layer each, index into PagedPool.page_rows, [k|v, row, kv_head, page] flat.
-    mask: [rows * kv_heads, 1, width] float32, 0 or -inf, or None if nothing is hidden in tokens [skip, skip + width).
+    narrow: (first, number) of the gathered tokens to use; None for all.
+    mask: [rows * kv_heads, 1, tokens used], 0 or -inf; None if nothing is hidden.
+    in_float32: compute in float32 whatever the pool's dtype.
     """
 
     first: int
     last: int
     gather: Sequence[torch.Tensor]
-    skip: int
-    width: int
+    narrow: tuple[int, int] | None
     mask: torch.Tensor | None
+    in_float32: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Queries [q_first, q_last) of a chunk see its gathered keys [k_first, k_last).
+    """Queries [q_first, q_last) of a chunk see its gathered keys [k_first, k_last); q_last may lie past its end.
 
-    mask: [q_last - q_first, n] float32, added to the scores of the last n keys; None hides nothing.
+    mask: [q_last - q_first, n], added to the scores of the last n keys.
     """
 
     q_first: int
     q_last: int
     k_first: int
     k_last: int
-    mask: torch.Tensor | None
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A row of several tokens, [first, last) of the step. gather: as in _Group; None if its own tokens are all keys."""
+    """A row of several tokens, [first, last) of the step.
+
+    gather: as in _Group; None if its own tokens are all its keys, which are then padded to num_keys.
+    """
 
     first: int
     last: int
     gather: Sequence[torch.Tensor] | None
+    num_keys: int
     blocks: tuple[_Block, ...]
 
 
@@ -160,14 +169,23 @@ def paged_attention(
 
 def _decode(q: torch.Tensor, pool: PagedPool, layer: int, group: _Group, out: torch.Tensor) -> None:
     rows, heads, dim = q.shape
-    kv_heads = pool.kv_heads
-    past = pool.page_rows.index_select(0, group.gather[layer]).view(2, rows * kv_heads, -1, dim)
-    past = past[:, :, group.skip : group.skip + group.width].to(torch.float32)
-    scaled = q.to(torch.float32).mul_(dim**-0.5).view(rows * kv_heads, heads // kv_heads, dim)
-    scores = torch.bmm(scaled, past[0].transpose(1, 2))
-    if group.mask is not None:
-        scores += group.mask
-    out.copy_(torch.bmm(scores.softmax(-1), past[1]).view(rows, heads, dim))
+    batch = rows * pool.kv_heads
+    past = pool.page_rows.index_select(0, group.gather[layer]).view(2, batch, -1, dim)
+    if group.narrow is not None:
+        past = past.narrow(2, *group.narrow)
+    if group.in_float32:
+        q, past = q.to(torch.float32), past.to(torch.float32)
+    k, v = past.unbind(0)
+    attended = torch.bmm(_scores(q.reshape(batch, -1, dim), k, group.mask).softmax(-1), v)
+    out.copy_(attended.view(rows, heads, dim))
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """q k^T / sqrt(dim), plus mask.  q: [batch, m, dim];  k: [batch, n, dim];  mask: [batch, 1, n] or None."""
+    scale = q.shape[-1] ** -0.5
+    if mask is None:
+        return torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
 
 
 def _prefill(q: torch.Tensor, kv: torch.Tensor, pool: PagedPool, layer: int, chunk: _Chunk, out: torch.Tensor) -> None:
@@ -175,21 +193,31 @@ def _prefill(q: torch.Tensor, kv: torch.Tensor, pool: PagedPool, layer: int, chu
     kv_heads = pool.kv_heads
     per_group = heads // kv_heads
     if chunk.gather is None:
-        keys = kv.permute(1, 2, 0, 3)  # [k|v, kv_head, token, dim]
+        past = _padded(kv.permute(1, 2, 0, 3), chunk.num_keys)
     else:
-        keys = pool.page_rows.index_select(0, chunk.gather[layer]).view(2, kv_heads, -1, dim)
-    k, v = keys.to(torch.float32)
-    scaled = q.to(torch.float32).mul_(dim**-0.5).view(tokens, kv_heads, per_group, dim).permute(1, 2, 0, 3)
+        past = pool.page_rows.index_select(0, chunk.gather[layer]).view(2, kv_heads, -1, dim)
+    k, v = past.unbind(0)
+    grouped = q.view(tokens, kv_heads, per_group, dim).permute(1, 2, 0, 3)
+    grouped = _padded(grouped, chunk.blocks[-1].q_last)
     for block in chunk.blocks:
         count = block.q_last - block.q_first
-        queries = scaled[:, :, block.q_first : block.q_last].reshape(kv_heads, -1, dim)
-        scores = torch.bmm(queries, k[:, block.k_first : block.k_last].transpose(1, 2))
-        if block.mask is not None:
-            hidden = scores.view(kv_heads, per_group, count, -1)
-            hidden[..., hidden.shape[-1] - block.mask.shape[-1] :] += block.mask
+        queries = grouped[:, :, block.q_first : block.q_last].reshape(kv_heads, -1, dim)
+        scores = _scores(queries, k[:, block.k_first : block.k_last], None)
+        hidden = block.mask.shape[-1]
+        scores.view(kv_heads, per_group, count, -1).narrow(-1, scores.shape[-1] - hidden, hidden).add_(block.mask)
         attended = torch.bmm(scores.softmax(-1), v[:, block.k_first : block.k_last])
         attended = attended.view(kv_heads, per_group, count, dim).permute(2, 0, 1, 3)
-        out[block.q_first : block.q_last].view(count, kv_heads, per_group, dim).copy_(attended)
+        into = out[block.q_first : block.q_last].view(-1, kv_heads, per_group, dim)
+        into.copy_(attended[: len(into)])
+
+
+def _padded(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """x [a, b, n, dim] as a contiguous [a, b, tokens, dim], zero past n."""
+    if x.shape[2] == tokens:
+        return x.contiguous()
+    padded = x.new_zeros(x.shape[0], x.shape[1], tokens, x.shape[3])
+    padded[:, :, : x.shape[2]] = x
+    return padded
 
 
 # ----------------------------------------------------------------------------------------------------------- planning
@@ -248,41 +276,61 @@ def _plan_groups(pool: PagedPool, rows: Sequence[RowSpan], window: int | None) -
 def _plan_group(
     pool: PagedPool, rows: Sequence[RowSpan], seen: Sequence[tuple[int, int, int]], first: int, last: int
 ) -> _Group:
-    size = pool.tokens_per_page
-    width = max(end for _, _, end in seen[first:last])
-    table = np.zeros((last - first, -(-width // size)), np.int64)
-    for i in range(first, last):
-        page, _, end = seen[i]
-        pages = rows[i].pages[page : page - (-end // size)]
-        table[i - first, : len(pages)] = pages
+    size, dtype = pool.tokens_per_page, pool.kv.dtype
+    count = last - first
     bounds = np.array([(start, end) for _, start, end in seen[first:last]])
-    skip = int(bounds[:, 0].min())
+    skip, width = int(bounds[:, 0].min()), int(bounds[:, 1].max())
+    in_float32 = count * width <= _FLOAT32_TOKENS or dtype is torch.float32
+    if not in_float32:
+        skip, width = 0, _rounded(width)
+    table = np.zeros((count, -(-width // size)), np.int64)
+    for i, (page, _, end) in enumerate(seen[first:last]):
+        pages = rows[first + i].pages[page : page - (-end // size)]
+        table[i, : len(pages)] = pages
+    if not in_float32:
+        width = table.shape[1] * size
     mask = None
     if (bounds[:, 0] != skip).any() or (bounds[:, 1] != width).any():
         at = np.arange(skip, width)
-        hidden = (at < bounds[:, :1]) | (at >= bounds[:, 1:])
-        rows_mask = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0)))
-        mask = rows_mask.repeat_interleave(pool.kv_heads, 0)[:, None]
-    return _Group(first, last, _gather_index(pool, table), skip, width - skip, mask)
+        hidden = _mask((at < bounds[:, :1]) | (at >= bounds[:, 1:]), torch.float32 if in_float32 else dtype)
+        mask = hidden.repeat_interleave(pool.kv_heads, 0)[:, None]
+    narrow = None if (skip, width) == (0, table.shape[1] * size) else (skip, width - skip)
+    return _Group(first, last, _gather_index(pool, table), narrow, mask, in_float32 and dtype is not torch.float32)
 
 
 def _plan_chunk(pool: PagedPool, row: RowSpan, at: int, window: int | None) -> _Chunk:
-    size = pool.tokens_per_page
+    size, dtype = pool.tokens_per_page, pool.kv.dtype
     page, _, end = _seen(row, window, size)
-    origin = page * size if row.start else 0  # absolute position of the first gathered key
-    gather = None
+    origin = page * size if row.start else 0  # absolute position of the first key
+    num_keys, gather = _rounded(row.start + row.num_new - origin), None
     if row.start:
-        gather = _gather_index(pool, row.pages[None, page : page - (-end // size)])
+        table = np.zeros((1, -(-num_keys // size)), np.int64)
+        pages = row.pages[page : page - (-end // size)]
+        table[0, : len(pages)] = pages
+        gather, num_keys = _gather_index(pool, table), table.shape[1] * size
     blocks = []
     for q_first in range(0, row.num_new, _QUERY_BLOCK):
-        q_last = min(q_first + _QUERY_BLOCK, row.num_new)
+        q_last = min(q_first + _QUERY_BLOCK, q_first - (q_first - row.num_new) // _QUERY_STEP * _QUERY_STEP)
         first, last = row.start + q_first, row.start + q_last
-        k_first = 0 if window is None else max(0, first + 1 - window)
+        k_last = min(_rounded(last - origin), num_keys)
+        queries = np.arange(first, last)[:, None]
         if window is None or last <= window:
-            mask = torch.full((q_last - q_first,) * 2, -torch.inf).triu_(1)
+            k_first = 0
+            keys = np.arange(first, origin + k_last)
+            mask = _mask(keys > queries, dtype)
         else:
-            queries, keys = np.arange(first, last)[:, None], np.arange(k_first, last)
-            hidden = (keys > queries) | (keys <= queries - window)
-            mask = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0)))
-        blocks.append(_Block(q_first, q_last, k_first - origin, last - origin, mask))
-    return _Chunk(at, at + row.num_new, gather, tuple(blocks))
+            k_first = max(0, first + 1 - window - origin) // _KEY_STEP * _KEY_STEP
+            keys = np.arange(origin + k_first, origin + k_last)
+            mask = _mask((keys > queries) | (keys <= queries - window), dtype)
+        blocks.append(_Block(q_first, q_last, k_first, k_last, mask))
+    return _Chunk(at, at + row.num_new, gather, num_keys, tuple(blocks))
+
+
+def _rounded(keys: int) -> int:
+    """Few different numbers of keys: oneDNN compiles a kernel for each, which takes longer than it runs."""
+    step = _KEY_STEP if keys <= 8 * _KEY_STEP else 4 * _KEY_STEP
+    return -(-keys // step) * step
+
+
+def _mask(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(dtype)
