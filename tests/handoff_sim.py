@@ -18,6 +18,7 @@ from zlib import crc32
 from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout
 from tailrace.kv_cache.manager import KvManager
+from tailrace.kv_cache.pool import PageState
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
 from tailrace.transfer import core_events as ce
@@ -30,7 +31,6 @@ from tailrace.transfer.messages import (
     Cancel,
     Deaths,
     Delta,
-    Fail,
     Handoff,
     Landed,
     LandingGrant,
@@ -93,7 +93,7 @@ class Worker:
         self.world, self.name, self.boot, self.alive = world, name, boot, True
         self.kv = KvManager(layout(), pages + 1, PAGE)
         self.memory: dict[int, Any] = {}
-        self.kv.set_poison(lambda freed: self.memory.update({page: "poison" for page in freed}))
+        self.kv.set_poison(lambda freed: self.memory.update(dict.fromkeys(freed, "poison")))
         self.measures: dict[str, float] = defaultdict(float)
 
     def feed(self, event: Any) -> None:
@@ -225,6 +225,10 @@ class Gen(Worker):
         self.resets: list[str] = []
         self.admitted: list[Admitted] = []
 
+    def agents(self, boot: str) -> int:
+        """How many agents have received from this peer: each reset or close destroys one."""
+        return self.resets.count(boot) + self.closed.count(boot)
+
     # Wire
     def grants(self, key: Any, boot: str, n: int) -> tuple[LandingGrant, ...]:
         free = [c for c in range(self.world.landing_chunks) if c not in self.chunks][:n]
@@ -304,6 +308,9 @@ class Gen(Worker):
         if job.landed is not None:
             self.chunks.pop(job.landed.chunk, None)
         for descriptor, page in job.units:
+            decoding = any(page in admitted.pages for admitted in self.running.values())
+            idle = self.kv._pool.state(page) in (PageState.FREE, PageState.CACHED)
+            assert not decoding and not idle, f"a copy for {job.key} writes into page {page} of another owner"
             if job.landed is not None:
                 self.memory[page] = self.world.in_chunks[self.boot, job.landed.chunk][descriptor.ordinal]
                 ok.append(descriptor)
@@ -470,26 +477,37 @@ class World:
     def post(self, ctx: Any, job: Any) -> None:
         """A landing write: packs, checks generations, writes into the chunk, notifies."""
 
+        gen = self.boots[job.boot]
+        agent = gen.agents(ctx.boot)
+
         def run() -> None:
             if not ctx.alive:
                 return
             if self.held:
                 self.later(0.01, run)
                 return
-            gen = self.boots[job.boot]
             stale = any(ctx.kv.descriptor_generation(d.page) != d.generation for d in job.pages)
+            content = {d.ordinal: ctx.memory.get(d.page) for d in job.pages}
             error = self.post_errors.pop() if self.post_errors else ("stale" if stale else None)
-            if error is None and gen.alive and job.boot not in self.dead:
-                owner = gen.chunks.get(job.grant.chunk)
-                current = gen.sequences[job.grant.chunk] == job.grant.sequence
-                assert owner is not None and current or job.boot in ctx_resets(gen, ctx), "wrote into another's chunk"
-                content = {d.ordinal: ctx.memory.get(d.page) for d in job.pages}
-                self.in_chunks[gen.boot, job.grant.chunk] = content
-                landed = Landed(*job.key, job.grant.chunk, job.grant.sequence, job.grant.nbytes, 0, job.pages)
-                self.notify(gen, LandedIn(ctx.boot, landed))
-            ctx.feed(PostDone(job.job, job.key, error, stale))
+            lost = error == "lost" or gen.agents(ctx.boot) != agent
+            if error is None:
+                self.land(ctx, gen, agent, job, content)
+            elif error == "lost":  # it may arrive all the same, long after
+                self.later(1.0, lambda: self.land(ctx, gen, agent, job, content))
+            ctx.feed(PostDone(job.job, job.key, "the pair was reset" if lost else error, stale, lost))
 
         self.later(self.read_s, run)
+
+    def land(self, ctx: Any, gen: Any, agent: int, job: Any, content: dict[int, Any]) -> None:
+        """The write itself: into memory of the agent that it was addressed to, if that still exists."""
+        grant = job.grant
+        if not gen.alive or gen.agents(ctx.boot) != agent:
+            return
+        owner = gen.chunks.get(grant.chunk)
+        assert owner is not None and gen.sequences[grant.chunk] == grant.sequence, "wrote into another's chunk"
+        self.in_chunks[gen.boot, grant.chunk] = content
+        landed = Landed(*job.key, grant.chunk, grant.sequence, grant.nbytes, 0, job.pages)
+        self.notify(gen, LandedIn(ctx.boot, landed))
 
     def notify(self, gen: Any, event: LandedIn) -> None:
         todo = self.faults["landed"].pop(0) if self.faults["landed"] else ""
@@ -621,11 +639,6 @@ class World:
             assert worker.used == 0, f"{worker.boot}: {worker.kv.counts()}"
             if isinstance(worker, Gen):
                 assert not worker.chunks, f"{worker.boot}: landing chunks out {worker.chunks}"
-
-
-def ctx_resets(gen: Any, ctx: Any) -> set[str]:
-    """Boots of gen if it has reset its pair with ctx: what still arrives then goes to an agent that is gone."""
-    return {gen.boot} if ctx.boot in gen.resets else set()
 
 
 def prompt(family: int, length: int, salt: int = 0) -> tuple[int, ...]:

@@ -227,6 +227,7 @@ class ResetPair:
 class Metric(StrEnum):
     STALE_FRAMES = "tailrace_stale_frames_total"
     EXPIRED_READS = "tailrace_expired_reads_total"
+    CORRUPT_PAGES = "tailrace_corrupt_pages_total"
     TRANSFER_BYTES = "tailrace_transfer_bytes_total"
     TRANSFER_SECONDS = "tailrace_transfer_seconds"
 

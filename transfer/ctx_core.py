@@ -435,8 +435,9 @@ class CtxCore:
         if posted is None:
             return []
         key, boot = posted
+        lost = Fail(*key, "transfer", event.error or "", True) if event.lost else None
         if posted in self._last_words:
-            return self._say_last_word(key, boot)
+            return self._say_last_word(key, boot, lost)
         attempt = self._attempts.get(key)
         reader = attempt.reader if attempt is not None else None
         if attempt is None or reader is None or reader.boot != boot:
@@ -444,10 +445,12 @@ class CtxCore:
         reader.posting -= 1
         if event.error is None:
             return []
-        return self._lose_reader(attempt, Fail(*key, "not_posted", event.error, True))
+        return self._lose_reader(attempt, lost or Fail(*key, "not_posted", event.error, True))
 
-    def _say_last_word(self, key: Key, boot: str) -> list[Action]:
+    def _say_last_word(self, key: Key, boot: str, lost: Fail | None) -> list[Action]:
+        """One post less is under way; if one was lost, that is the word: gen must not use its chunk again."""
         frame, posting = self._last_words.pop((key, boot))
+        frame = lost or frame
         if posting > 1:
             self._last_words[key, boot] = (frame, posting - 1)
             return []

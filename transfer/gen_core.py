@@ -75,6 +75,7 @@ from tailrace.transfer.messages import (
 from tailrace.transfer.request_state import Event, State, advance
 from tailrace.transfer.transports.base import LandedIn, ReadDone, ReadJob
 
+CORRUPT = "corrupt"  # ReadDone.error of a landing chunk that is not as it was announced
 RETRY_S = 0.1  # when a refused bind may fit, as far as this worker can know
 
 
@@ -399,6 +400,8 @@ class GenCore:
         frame, boot = event.frame, event.boot
         key = (frame.request, frame.attempt)
         hand = self._hands.get(key)
+        if isinstance(frame, Fail) and frame.code == "transfer" and self._chunks_out(key, boot, hand):
+            return self._reset(boot)  # a write of that peer was lost, and may land yet
         if isinstance(frame, Fail | Valid | Expired):  # its sender posts no more for this key
             self._reclaim(key, boot, hand)
         if hand is None or hand.pair.boot != boot:
@@ -479,6 +482,8 @@ class GenCore:
             if unit in job.units and hand.units.set(unit):
                 hand.seen[unit] = descriptor
         actions = self._measure_bytes(hand.pair, len(done.units_ok))
+        if done.error == CORRUPT:
+            actions.append(Measure(Metric.CORRUPT_PAGES))
         if done.units_stale:
             return actions + self._expired(hand, "generation")
         if done.error is not None or any(hand.units.lacks(unit) for unit in job.units):
@@ -595,6 +600,9 @@ class GenCore:
         if out > 1:
             self._orphans[boot, key] = (out - 1, since)
 
+    def _chunks_out(self, key: Key, boot: str, hand: _Hand | None) -> bool:
+        return (boot, key) in self._orphans or (hand is not None and hand.pair.boot == boot and bool(hand.grants))
+
     def _reclaim(self, key: Key, boot: str, hand: _Hand | None) -> None:
         orphan = self._orphans.pop((boot, key), None)
         if hand is not None and hand.pair.boot == boot and hand.grants:
@@ -631,17 +639,19 @@ class GenCore:
         """Landing chunks that a silent peer does not give back: only the end of the agent that receives frees them."""
         limit = self._config.kv_transfer_timeout_s
         boots = {boot for (boot, _), (_, since) in self._orphans.items() if now - since >= limit}
+        return [action for boot in sorted(boots) for action in self._reset(boot)]
+
+    def _reset(self, boot: str) -> list[Action]:
+        """End every transfer of a pair with the agent that receives them."""
+        self._pairs.pop(boot, None)
+        self._usable.discard(boot)
+        for orphan in [o for o in self._orphans if o[0] == boot]:
+            del self._orphans[orphan]
         actions: list[Action] = []
-        for boot in sorted(boots):
-            self._pairs.pop(boot, None)
-            self._usable.discard(boot)
-            for orphan in [o for o in self._orphans if o[0] == boot]:
-                del self._orphans[orphan]
-            for hand in [h for h in self._hands.values() if h.pair.boot == boot]:
-                hand.grants = {}
-                actions += self._give_up(hand, "transfer", "the context worker stalls")
-            actions.append(ResetPair(boot))
-        return actions
+        for hand in [h for h in self._hands.values() if h.pair.boot == boot]:
+            hand.grants = {}
+            actions += self._give_up(hand, "transfer", "the pair was reset")
+        return [*actions, ResetPair(boot)]
 
 
 def _real(pages: list[int]) -> list[int]:

@@ -600,6 +600,17 @@ def test_a_write_that_could_not_be_posted_is_told_at_once():
     world.assert_quiet()
 
 
+def test_a_write_that_was_lost_ends_the_pair_before_its_chunk_is_granted_again():
+    world = World(landing=True)
+    world.post_errors = ["lost"]
+    request = world.submit("r", prompt(0, 17))
+    world.run(4.0)
+    finished(request)
+    assert request.attempt == 1
+    assert world.workers["g0"].resets == ["c0.1"]
+    world.assert_quiet()
+
+
 def test_a_handoff_about_another_length_is_refused():
     """A3: a record for 0 tokens, or for others than were bound."""
     core, kv = gen_core()
