@@ -11,6 +11,7 @@ all that is needed then is found through the directory.
 from __future__ import annotations
 
 import logging
+import secrets
 from typing import Any
 
 import ray
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 SHUTDOWN_MARGIN_S = 30.0
 HEALTH_TIMEOUT_S = 10.0  # of the supervisor's own answer, which takes microseconds; a rank's limits are the config's
 CONSTRUCTOR_RETRIES = 3
+PREDECESSOR_S = 15.0  # a router that is being replaced may hold the operators' port for so long
 SPARE_ONGOING = 256  # probes, metrics and refusals pass while the requests are at their bound
 
 
@@ -56,7 +58,7 @@ class Router:
     async def __init__(self, args: dict[str, Any], secret: str) -> None:
         config = _start("router", args)
         self._front = RouterFront(config, _directory(config), secret.encode(), name="router", host=_host())
-        await self._front.start()
+        await self._front.start(PREDECESSOR_S)
 
     def check_health(self) -> None:
         self._front.check()
@@ -108,7 +110,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     config = load_config(args)
     derive(config, open_source(config.model).config)
-    secret = shared_secret(_directory(config), _configured_secret(config)).decode()
+    secret = _secret(config)
     router = _deployment(Router, config, config.router, 1).bind(args, secret)
     ctx = _deployment(CtxPool, config, config.ctx, config.ctx.replicas).bind(args, secret)
     gen = _deployment(GenPool, config, config.gen, config.gen.replicas).bind(args, secret)
@@ -130,8 +132,7 @@ def _deployment(
         actor["resources"] = place.resources
     if place.labels:
         actor["label_selector"] = place.labels
-    return serve.deployment(
-        kind,
+    decorate = serve.deployment(
         name=kind.__name__,
         num_replicas=replicas,
         ray_actor_options=actor,
@@ -143,10 +144,16 @@ def _deployment(
         logging_config={"log_level": "WARNING", "enable_access_log": False},
         **options,
     )
+    return decorate(kind)
 
 
-def _configured_secret(config: TailraceConfig) -> str | None:
-    return None if config.cluster_secret is None else config.cluster_secret.get_secret_value()
+def _secret(config: TailraceConfig) -> str:
+    """The configured secret, or the application's own from the cluster, so that a second deployment changes nothing."""
+    if config.cluster_secret is not None:
+        return config.cluster_secret.get_secret_value()
+    if not ray.is_initialized():  # `serve build` looks at the application without a cluster
+        return secrets.token_hex(32)
+    return shared_secret(_directory(config), None).decode()
 
 
 def _start(name: str, args: dict[str, Any]) -> TailraceConfig:

@@ -312,6 +312,7 @@ class TailraceConfig(Section):
         "Proves to each other that processes belong together; unset: drawn at random when the application starts.",
         min_length=16,
     )
+    operators_host: str = setting("0.0.0.0", "Address that the operators' port is bound to.", min_length=1)
     operators_port: int = setting(
         8001, "The router's port for /metrics, /cluster and, with faults, /debug.", ge=0, le=65_535
     )

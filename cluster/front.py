@@ -10,7 +10,9 @@ import contextlib
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
@@ -24,6 +26,8 @@ from tailrace.router.flow import FlowPolicy
 from tailrace.router.http_app import build_app
 from tailrace.router.ingress import IngressConfig, IngressService
 from tailrace.router.router_link import Address, RouterLink
+from tailrace.router.server import RouterServer
+from tailrace.router.settings import RouterSettings
 from tailrace.router.worker_links import WorkerLinks
 from tailrace.transfer.links import Identity
 
@@ -31,6 +35,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 HTTP_GRACE_S = 1
+PORT_POLL_S = 0.2
 
 
 def new_boot() -> str:
@@ -62,6 +67,79 @@ def ingress_config(config: TailraceConfig, source: ModelSource, process: str) ->
         public_metrics=config.public_metrics,
         tokenizer_threads=config.ingress.tokenizer_threads,
     )
+
+
+def router_settings(config: TailraceConfig) -> RouterSettings:
+    """The router's view of the configuration."""
+    threshold = config.local_prefill_max_tokens
+    return RouterSettings(
+        placement=config.placement,
+        local_prefill=config.local_prefill,
+        local_prefill_max_tokens=None if threshold == "auto" else threshold,
+        pairs_per_worker=config.pairs_per_worker,
+        max_waiting=config.max_queued_requests,
+        max_worker_deaths_per_request=config.max_worker_deaths_per_request,
+        request_lease_s=config.request_lease_s,
+        heartbeat_s=config.heartbeat_s,
+        ctx_replicas=config.ctx.replicas,
+        gen_replicas=config.gen.replicas,
+    )
+
+
+class RouterFront:
+    """The router with both its ports, published in the directory while it runs."""
+
+    def __init__(self, config: TailraceConfig, directory: Directory, secret: bytes, *, name: str, host: str) -> None:
+        self._config, self._directory, self._host = config, directory, host
+        model = config.model_name or open_source(config.model).name
+        self._server = RouterServer(
+            name, router_settings(config), secret, model=model, faults=config.faults, boot=new_boot()
+        )
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """Port of the links."""
+        return self._server.port
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return {"boot": self._server.boot, "operators_port": self._server.operators_port}
+
+    async def start(self, port_wait_s: float = 0.0) -> None:
+        """Listen and publish. A predecessor on this host may still hold the operators' port for `port_wait_s`.
+
+        Raises:
+            ConfigError: the port is taken; it is named.
+        """
+        end = time.monotonic() + port_wait_s
+        operators = (self._config.operators_host, self._config.operators_port)
+        while not _can_bind(*operators):
+            if time.monotonic() > end:
+                raise ConfigError(f"operators_port: port {operators[1]} on {operators[0]} is in use")
+            await asyncio.sleep(PORT_POLL_S)
+        try:
+            await self._server.start(self._host, operators=operators)
+        except OSError as error:
+            await self._server.stop()
+            raise ConfigError(f"operators_port: {error}") from None
+        self._watch = asyncio.create_task(self._server.serve_forever(), name="router")
+        entry = {"host": self._host, "port": self._server.port, "boot": self._server.boot}
+        await asyncio.to_thread(self._directory.publish, ROUTER, entry)
+
+    def check(self) -> None:
+        """Raise if the router has ended: deposed by another, or its books are broken."""
+        if self._watch is not None and self._watch.done():
+            self._watch.result()
+            raise PeerError("the router has ended")
+
+    async def stop(self) -> None:
+        entry = await asyncio.to_thread(self._directory.lookup, ROUTER)
+        if entry is not None and entry.get("boot") == self._server.boot:
+            await asyncio.to_thread(self._directory.withdraw, ROUTER)
+        await self._server.stop()
+        if self._watch is not None:
+            await asyncio.wait([self._watch])
 
 
 class IngressFront:
@@ -129,6 +207,14 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _can_bind(host: str, port: int) -> bool:
+    try:
+        _bound(host, port).close()
+    except ConfigError:
+        return False
+    return True
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -37,7 +37,8 @@ class JsonFormatter(logging.Formatter):
             "at": record.name,
             "event": record.getMessage(),
         }
-        row.update(getattr(record, "fields", {}))
+        for key, value in getattr(record, "fields", {}).items():
+            row[f"{key}_of" if key in row else key] = value
         if record.exc_info:
             row["traceback"] = self.formatException(record.exc_info)
         return json.dumps(row, default=str)

@@ -7,26 +7,24 @@ from typing import Any
 
 from rich.table import Table
 
+WORKER_COLUMNS = ("name", "condition", "phase", "duty", "address", "running", "queued", "pages", "load", "boot")
+
 
 def render(cluster: dict[str, Any]) -> Iterator[Table]:
-    """One table of single values, one for each list of objects."""
-    plain = {key: value for key, value in cluster.items() if not _is_rows(value)}
-    if plain:
-        table = Table("cluster", "", title_justify="left")
-        for key, value in plain.items():
-            table.add_row(key, _shown(value))
-        yield table
-    for key, rows in cluster.items():
-        if _is_rows(rows):
-            yield _rows(key, rows)
+    """The cluster as a whole, its workers, its usable pairs."""
+    whole = Table("cluster", "", title_justify="left")
+    for key, value in cluster.items():
+        if key not in ("pools", "pairs"):
+            whole.add_row(key, _shown(value))
+    for name, pool in cluster["pools"].items():
+        whole.add_row(f"pages of {name}", _shown(pool["pages"]))
+    yield whole
+    workers = [worker for pool in cluster["pools"].values() for worker in pool["workers"]]
+    yield _rows("workers", workers, WORKER_COLUMNS)
+    yield _rows("pairs", cluster["pairs"], ("gen", "ctx"))
 
 
-def _is_rows(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
-
-
-def _rows(name: str, rows: list[dict[str, Any]]) -> Table:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+def _rows(name: str, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> Table:
     table = Table(*columns, title=name, title_justify="left")
     for row in rows:
         table.add_row(*(_shown(row.get(column, "")) for column in columns))

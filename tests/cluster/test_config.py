@@ -124,6 +124,7 @@ FIELDS = (
             [("", "match"), ("Big", "match"), ("a/b", "match"), ("a" * 25, "match"), (1, "string")],
         ),
         "cluster_secret": ([None, "s" * 16], [("s" * 15, "at least 16"), (1234567890123456, "string")]),
+        "operators_host": (["0.0.0.0", "127.0.0.1"], [("", "at least 1 character"), (1, "string")]),
         "operators_port": ([0, 8001, 65_535], [(-1, "greater"), (65_536, "less than or equal"), ("8001", "integer")]),
         "ctx": (
             [{}, {"replicas": 2}],
