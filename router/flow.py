@@ -278,7 +278,7 @@ class Flow:
             self._excluded[boot] = None
             self._again(failure, now, told_by=boot)
         else:
-            self._fail(failure)
+            self._fail(failure, told_by=boot)
         return self._take()
 
     def on_gone(self, boot: str, now: float, *, dead: bool, reached: bool = True) -> list[Action]:

@@ -54,7 +54,9 @@ class Sample:
         if self.finish is not None:
             return Receipt.STALE
         if delta.start > len(self.ids):
-            self._early.setdefault(delta.start, delta)
+            known = self._early.get(delta.start)
+            if known is None or len(delta.ids) > len(known.ids) or delta.finish is not None:
+                self._early[delta.start] = delta
             return Receipt.EARLY
         if not self._add(delta):
             return Receipt.STALE
