@@ -235,7 +235,8 @@ class GenLoop:
             if youngest is not None and youngest is not sequence:
                 self._preempt(youngest)
             elif not self._alone(sequence):
-                return self._preempt(sequence)
+                # An older one that runs will end, or take these pages when it needs them; else the slot must go, too.
+                return False if self.scheduler.running[0] is not sequence else self._preempt(sequence)
             elif self._is_lent_out(sequence):
                 return False
             else:

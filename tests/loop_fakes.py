@@ -56,6 +56,7 @@ class FakeEngine:
         self.memory = np.full((kv.counts().total + 1, kv.layout.tokens_per_page), POISON, np.int32)
         self.forced: dict[int, int] = {}
         self.broken: set[Key] = set()
+        self.broken_samples: set[tuple[Key, int]] = set()
         self.during_step: Callable[[StepPlan], None] | None = None
         self.steps: list[StepPlan] = []
         self.log: list[tuple] = []
@@ -82,7 +83,7 @@ class FakeEngine:
             self.memory[slot] = token
 
     def _result(self, row) -> RowResult:
-        if row.key.key in self.broken:
+        if row.key.key in self.broken or any((row.key.key, s.sample) in self.broken_samples for s in row.samplers):
             return RowResult(row.key, error="this row is broken")
         end = row.start + len(row.ids)
         result = RowResult(row.key)

@@ -352,6 +352,32 @@ def test_a_recomputed_sequence_that_would_need_more_than_the_pool_fails_too():
     gen.assert_quiet()
 
 
+def test_an_older_handoff_that_waits_for_the_only_slot_gets_it_from_a_younger_one_without_pages():
+    gen = Gen(num_pages=3, batch=1)
+    prompt = prompt_of(8)
+    older = gen.admit("older", prompt, max_tokens=4, priority=1)
+    handoff = handoff_of("younger", prompt, max_tokens=40, priority=0)
+    shared = gen.node.events[0].pages
+    gen.kv.hold(shared)  # as a match of the prefix that both have
+    gen.node.events.append(Admitted(handoff, shared, 8, 0.0))
+    gen.drain()
+    assert len(gen.node.output(("younger", 0))) == 4  # it joined first, and filled the last page
+    code, message, retryable = gen.node.fails[("younger", 0)]
+    assert code == "out_of_pages" and not retryable and "13 tokens" in message  # it alone needs four pages now
+    gen.assert_equals_undisturbed(older)
+    gen.assert_quiet()
+
+
+def test_a_younger_request_keeps_its_pages_while_the_older_one_still_runs_without_them():
+    gen = Gen(num_pages=5)
+    old, young = gen.admit("old", prompt_of(8), max_tokens=4), gen.admit("young", prompt_of(7, 1), max_tokens=6)
+    gen.drain()
+    gen.assert_equals_undisturbed(old)
+    gen.assert_equals_undisturbed(young)
+    assert gen.node.loop_stats.preemptions == 0
+    gen.assert_quiet()
+
+
 def test_while_the_transfer_thread_holds_the_last_pages_the_only_request_waits():
     gen = Gen(num_pages=4)
     key = gen.admit("r", prompt_of(7), max_tokens=6)
@@ -365,8 +391,8 @@ def test_while_the_transfer_thread_holds_the_last_pages_the_only_request_waits()
 
 
 def test_a_prefill_gives_way_to_an_older_request():
-    gen = Gen(num_pages=10, budget=8)
-    old = gen.admit("old", prompt_of(4), max_tokens=3)
+    gen = Gen(num_pages=11, budget=4)
+    old = gen.admit("old", prompt_of(4), max_tokens=12)
     older_growth = gen.admit("second", prompt_of(4, 1), max_tokens=17)
     gen.loop.run_pass()
     prompt = prompt_of(20, 2)
@@ -375,7 +401,23 @@ def test_a_prefill_gives_way_to_an_older_request():
     gen.assert_equals_undisturbed(old)
     gen.assert_equals_undisturbed(older_growth)
     gen.assert_local_equals_undisturbed(key, prompt, max_tokens=2)
+    stats = gen.node.loop_stats
+    assert (stats.preemptions, stats.recomputed_positions) == (1, 0)  # no decoding sequence gave way
+    assert stats.prompt_positions > 20
     gen.assert_quiet()
+
+
+def test_a_local_prompt_waits_for_a_slot_without_holding_pages():
+    gen = Gen(batch=1)
+    gen.admit("running", prompt_of(4), max_tokens=5)
+    gen.loop.run_pass()
+    used = gen.kv.counts().used
+    prompt = prompt_of(20, 1)
+    key = gen.local("r", prompt)
+    gen.loop.run_pass()
+    assert gen.kv.counts().used == used and gen.node.loop_stats.queued == 1
+    gen.drain()
+    gen.assert_local_equals_undisturbed(key, prompt)
 
 
 # ---------------------------------------------------------------------------------------------------- ends early
@@ -430,6 +472,15 @@ def test_a_broken_row_fails_its_own_request_only():
     gen.drain()
     assert gen.node.fails[bad][0] == gen.node.fails[local][0] == "internal"
     gen.assert_equals_undisturbed(good)
+    gen.assert_quiet()
+
+
+def test_nothing_is_streamed_for_a_request_whose_later_sample_fails_in_the_same_pass():
+    gen = Gen()
+    key = gen.admit("r", prompt_of(6), samples=2)
+    gen.engine.broken_samples.add((key, 1))
+    gen.drain()
+    assert gen.node.fails[key][0] == "internal" and not gen.node.passes
     gen.assert_quiet()
 
 
