@@ -15,13 +15,11 @@ Knows no transport's inside and no model. If it dies its worker dies: gens see a
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from tailrace.kv_cache.manager import KvManager
-from tailrace.model.errors import ConfigError
+from tailrace.transfer.attempt import Attempt, Ended, Reader
 from tailrace.transfer.core_events import (
     Action,
     ChunkDone,
@@ -43,19 +41,17 @@ from tailrace.transfer.core_events import (
     ToPeer,
     ToRouter,
 )
+from tailrace.transfer.handoff_record import check_prompt_tail, first_deltas, handoff_record
 from tailrace.transfer.leases import Leases, Recent
-from tailrace.transfer.loop_events import Arrived, Cancelled, FirstToken, Key, PrefillResult
+from tailrace.transfer.loop_events import Arrived, Cancelled, Key
 from tailrace.transfer.messages import (
     ID_BYTES,
     Cancel,
     Deaths,
-    Delta,
     Drain,
     Expired,
     Fail,
-    Handoff,
     Held,
-    LandingGrant,
     PageDescriptor,
     Progress,
     Ready,
@@ -64,70 +60,13 @@ from tailrace.transfer.messages import (
     Submit,
     Valid,
     Want,
-    pack_ids,
-    unpack_ids,
 )
 from tailrace.transfer.request_state import Event, State, advance
 from tailrace.transfer.transports.base import PostDone, PostJob
 
+LOST = "transfer"  # code of the Fail that says so of a landing write
 MAX_EXPIRED = 256  # ended attempts whose generation numbers are kept for a late release
 MAX_EARLY_WANTS = 1024
-MIN_PROMPT_TAIL_TOKENS = 256
-
-
-@dataclass(slots=True)
-class _Reader:
-    """The gen that is bound to an attempt. `told`: pages of ordinals below it were announced to this reader."""
-
-    boot: str
-    transport: str
-    wanted: tuple[tuple[int, int, int], ...]
-    pin_until: float
-    told: int = 0
-    handoff_sent: float | None = None
-    grants: deque[LandingGrant] = field(default_factory=deque)
-    granted: set[tuple[int, int]] = field(default_factory=set)  # (chunk, sequence) of all grants: each is used once
-    posted: int = 0  # ordinals below it were posted, or are not wanted
-    posting: int = 0  # PostJobs under way
-    landing: bool = False
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One attempt's prefill leg. `pages`: final, by ordinal; `pinned`: every page whose pin is ours, by ordinal."""
-
-    submit: Submit
-    num_tokens: int
-    state: State
-    deadline: float | None
-    started: bool = False
-    in_loop: bool = True  # the loop has not said its last word
-    cancelled: bool = False  # pages already given back; waits for the loop's last word
-    pinned: dict[int, int] = field(default_factory=dict)
-    pages: dict[int, PageDescriptor] = field(default_factory=dict)
-    final: int = 0  # ordinals below it are final
-    tokens_ready: int = 0
-    seconds_left: float | None = None
-    last_launched: bool = False
-    reader: _Reader | None = None
-    handoff: Handoff | None = None
-
-    @property
-    def key(self) -> Key:
-        return (self.submit.request, self.submit.attempt)
-
-    @property
-    def all_ready(self) -> bool:
-        return self.tokens_ready >= self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """How an attempt ended. `pages`: (page, generation) by ordinal, of one whose pins ended before its release."""
-
-    why: str  # released | finished | cancelled | failed | expired
-    reader: str | None = None
-    pages: dict[int, PageDescriptor] = field(default_factory=dict)
 
 
 class CtxCore:
@@ -141,20 +80,15 @@ class CtxCore:
     """
 
     def __init__(self, kv: KvManager, config: CoreConfig) -> None:
-        tail = config.prompt_tail_tokens
-        if tail is not None and tail < max(MIN_PROMPT_TAIL_TOKENS, kv.block_tokens):
-            raise ConfigError(
-                f"gen_prompt_tail_tokens {tail} is below {max(MIN_PROMPT_TAIL_TOKENS, kv.block_tokens)} "
-                f"(the larger of {MIN_PROMPT_TAIL_TOKENS} and block_tokens {kv.block_tokens})"
-            )
+        check_prompt_tail(config.prompt_tail_tokens, kv.block_tokens)
         self._kv = kv
         self._config = config
-        self._attempts: dict[Key, _Attempt] = {}
+        self._attempts: dict[Key, Attempt] = {}
         self._leases: Leases[Key] = Leases()
-        self._recent: Recent[Key, _Ended] = Recent(config.remember)
-        self._expired: Recent[Key, _Ended] = Recent(MAX_EXPIRED)
+        self._recent: Recent[Key, Ended] = Recent(config.remember)
+        self._expired: Recent[Key, Ended] = Recent(MAX_EXPIRED)
         self._early_wants: Recent[Key, tuple[str, Want]] = Recent(MAX_EARLY_WANTS)
-        self._last_words: dict[tuple[Key, str], tuple[Any, int]] = {}  # (key, boot) -> (frame, posts under way)
+        self._last_words: dict[tuple[Key, str], Any] = {}  # (key, boot) -> frame that waits for the posts under way
         self._draining = False
         self._jobs = 0
         self._posts: dict[int, tuple[Key, str]] = {}
@@ -226,7 +160,7 @@ class CtxCore:
             return [Measure(Metric.STALE_FRAMES)]
         if self._draining:
             return [ToIngress(key, Fail(*key, "refused", "this worker is draining", True))]
-        attempt = _Attempt(
+        attempt = Attempt(
             submit=submit,
             num_tokens=(len(submit.prompt_ids) + len(submit.output_ids)) // ID_BYTES,
             state=State.PLACED,
@@ -244,7 +178,7 @@ class CtxCore:
         attempt = self._attempts.get(key)
         if attempt is None:
             if key not in self._recent:  # before its Submit: that one must not start
-                self._recent.put(key, _Ended("cancelled"))
+                self._recent.put(key, Ended("cancelled"))
                 self._early_wants.pop(key)
             return []
         if attempt.cancelled:
@@ -268,7 +202,7 @@ class CtxCore:
         return self._progress(attempt)
 
     @staticmethod
-    def _started(attempt: _Attempt) -> None:
+    def _started(attempt: Attempt) -> None:
         if not attempt.started:
             attempt.started = True
             attempt.state = advance(attempt.state, Event.START)
@@ -309,15 +243,15 @@ class CtxCore:
             return []
         attempt.in_loop = False
         if attempt.cancelled:
-            self._forget(attempt, _Ended("cancelled"))
+            self._forget(attempt, Ended("cancelled"))
             return []
-        actions: list[Action] = [ToIngress(key, delta) for delta in _first_deltas(attempt.submit, result)]
+        actions: list[Action] = [ToIngress(key, delta) for delta in first_deltas(attempt.submit, result)]
         self._started(attempt)
         attempt.state = advance(attempt.state, Event.PREFILL_END)
         if result.finished:
             attempt.state = advance(attempt.state, Event.FINISH)
             return actions + self._end(attempt, "finished", Fail(*key, "ended", "its first token ended it", False))
-        attempt.handoff = self._handoff(attempt.submit, result)
+        attempt.handoff = handoff_record(attempt.submit, result, self._config.prompt_tail_tokens)
         if attempt.reader is not None:
             attempt.reader.handoff_sent = now
             actions.append(ToPeer(attempt.reader.boot, attempt.handoff))
@@ -329,7 +263,7 @@ class CtxCore:
             return []
         attempt.in_loop = False
         if attempt.cancelled:
-            self._forget(attempt, _Ended("cancelled"))
+            self._forget(attempt, Ended("cancelled"))
             return []
         return self._end(attempt, event.outcome, Fail(*event.key, "ended", event.outcome, False))
 
@@ -339,7 +273,7 @@ class CtxCore:
             return []
         attempt.in_loop = False
         if attempt.cancelled:
-            self._forget(attempt, _Ended("cancelled"))
+            self._forget(attempt, Ended("cancelled"))
             return []
         attempt.state = advance(attempt.state, Event.FAIL)
         tell = ToIngress(event.key, Fail(*event.key, event.code, event.message, event.retryable))
@@ -369,10 +303,11 @@ class CtxCore:
         if ended is not None and ended.why == "released" and ended.reader == boot:
             return [Measure(Metric.STALE_FRAMES)]  # sent before its Release; Valid is on its way
         if ended is not None and ended.why == "expired":  # what it reads now may still be valid: its Release will tell
-            return [ToPeer(boot, Expired(*key, "pin lease"))] if want.ordinals or want.handoff else []
-        return [Measure(Metric.STALE_FRAMES), ToPeer(boot, Fail(*key, "ended", "not held here any more", False))]
+            return self._last_word(key, boot, Expired(*key, "pin lease")) if want.ordinals or want.handoff else []
+        word = Fail(*key, "ended", "not held here any more", False)
+        return [Measure(Metric.STALE_FRAMES), *self._last_word(key, boot, word)]
 
-    def _want(self, attempt: _Attempt, boot: str, want: Want, now: float) -> list[Action]:
+    def _want(self, attempt: Attempt, boot: str, want: Want, now: float) -> list[Action]:
         actions: list[Action] = []
         reader = attempt.reader
         pin_until = now + self._config.pin_lease_s
@@ -380,7 +315,7 @@ class CtxCore:
             if reader is not None:  # the router has bound another; the first may only be slow
                 actions += self._lose_reader(attempt, Expired(*attempt.key, "reader"))
             attempt.state = advance(attempt.state, Event.BIND)
-            reader = attempt.reader = _Reader(boot, want.transport, want.ordinals, pin_until)
+            reader = attempt.reader = Reader(boot, want.transport, want.ordinals, pin_until)
         reader.pin_until = pin_until
         reader.landing = reader.landing or bool(want.grants)
         for grant in want.grants:
@@ -393,11 +328,11 @@ class CtxCore:
             actions.append(ToPeer(boot, attempt.handoff))
         return actions
 
-    def _may_send_handoff(self, reader: _Reader, now: float) -> bool:
+    def _may_send_handoff(self, reader: Reader, now: float) -> bool:
         """Not again while the first may still be under way: it can be as long as the prompt."""
         return reader.handoff_sent is None or now - reader.handoff_sent >= self._config.renew_every_s / 2
 
-    def _tell(self, attempt: _Attempt, reader: _Reader, again: tuple[tuple[int, int, int], ...]) -> list[Action]:
+    def _tell(self, attempt: Attempt, reader: Reader, again: tuple[tuple[int, int, int], ...]) -> list[Action]:
         """Ready over the final pages: those that the reader asks for now, and those it has not been told of yet."""
         low = min((first for _, first, _ in again), default=reader.told)
         pages = tuple(
@@ -410,7 +345,7 @@ class CtxCore:
         ready = Ready(*attempt.key, told, attempt.tokens_ready, attempt.all_ready)
         return [ToPeer(reader.boot, ready), *self._post(attempt, reader)]
 
-    def _post(self, attempt: _Attempt, reader: _Reader) -> list[Action]:
+    def _post(self, attempt: Attempt, reader: Reader) -> list[Action]:
         """Fill the granted landing chunks with final pages that were not posted yet, in order."""
         actions: list[Action] = []
         page_bytes = self._kv.layout.bytes_per_page
@@ -424,7 +359,6 @@ class CtxCore:
             if not pages:
                 break
             self._jobs += 1
-            reader.posting += 1
             self._posts[self._jobs] = (attempt.key, reader.boot)
             job = PostJob(self._jobs, attempt.key, reader.boot, tuple(pages), reader.grants.popleft())
             actions.append(StartPost(job))
@@ -435,53 +369,44 @@ class CtxCore:
         if posted is None:
             return []
         key, boot = posted
-        lost = Fail(*key, "transfer", event.error or "", True) if event.lost else None
-        if posted in self._last_words:
-            return self._say_last_word(key, boot, lost)
+        word = self._last_words.pop(posted, None)
+        if event.lost:  # it may land yet: gen must not use its chunk again before it has ended the pair
+            word = Fail(*key, LOST, event.error or "", True)
         attempt = self._attempts.get(key)
-        reader = attempt.reader if attempt is not None else None
-        if attempt is None or reader is None or reader.boot != boot:
-            return []
-        reader.posting -= 1
-        if event.error is None:
-            return []
-        return self._lose_reader(attempt, lost or Fail(*key, "not_posted", event.error, True))
-
-    def _say_last_word(self, key: Key, boot: str, lost: Fail | None) -> list[Action]:
-        """One post less is under way; if one was lost, that is the word: gen must not use its chunk again."""
-        frame, posting = self._last_words.pop((key, boot))
-        frame = lost or frame
-        if posting > 1:
-            self._last_words[key, boot] = (frame, posting - 1)
-            return []
-        return [ToPeer(boot, frame)]
+        bound = attempt is not None and attempt.reader is not None and attempt.reader.boot == boot
+        if attempt is not None and bound and event.error is not None:
+            return self._lose_reader(attempt, word or Fail(*key, "not_posted", event.error, True))
+        return self._last_word(key, boot, word)
 
     def _release(self, boot: str, release: Release) -> list[Action]:
         key = (release.request, release.attempt)
         attempt = self._attempts.get(key)
-        if attempt is not None and not attempt.cancelled:
-            reader = attempt.reader
-            if reader is None or reader.boot != boot:
-                return [Measure(Metric.STALE_FRAMES), ToPeer(boot, Expired(*key, "reader"))]
-            if attempt.handoff is None:  # nobody can have all it wants yet
-                return [Measure(Metric.STALE_FRAMES)]
-            valid = self._unchanged(attempt.pages, release)
-            attempt.state = advance(advance(attempt.state, Event.READ_ALL), Event.VALID if valid else Event.EXPIRED)
-            word = Valid(*key) if valid else Expired(*key, "generation")
-            return self._end(attempt, "released" if valid else "expired", word)
+        if attempt is None or attempt.cancelled:
+            return self._late_release(key, boot, release)
+        reader = attempt.reader
+        if reader is None or reader.boot != boot:
+            return [Measure(Metric.STALE_FRAMES), *self._last_word(key, boot, Expired(*key, "reader"))]
+        if attempt.handoff is None:  # nobody can have all it wants yet
+            return [Measure(Metric.STALE_FRAMES)]
+        valid = self._unchanged(attempt.pages, release)
+        attempt.state = advance(advance(attempt.state, Event.READ_ALL), Event.VALID if valid else Event.EXPIRED)
+        word = Valid(*key) if valid else Expired(*key, "generation")
+        return self._end(attempt, "released" if valid else "expired", word)
+
+    def _late_release(self, key: Key, boot: str, release: Release) -> list[Action]:
+        """A release of what has ended here: only after an early end of the pin lease can it still be valid."""
         ended = self._expired.get(key) or self._recent.get(key)
-        if ended is None:
-            return [Measure(Metric.STALE_FRAMES), ToPeer(boot, Expired(*key, "unknown"))]
-        if ended.why == "released":
-            word = Valid(*key) if ended.reader == boot else Expired(*key, "reader")
-            return [Measure(Metric.STALE_FRAMES), ToPeer(boot, word)]
-        if ended.why != "expired":
-            return [Measure(Metric.STALE_FRAMES), ToPeer(boot, Expired(*key, ended.why))]
-        if ended.reader == boot and self._unchanged(ended.pages, release):
-            self._expired.pop(key)
-            self._recent.put(key, _Ended("released", boot))
-            return [ToPeer(boot, Valid(*key))]
-        return [ToPeer(boot, Expired(*key, "pin lease" if ended.reader == boot else "reader"))]
+        if ended is not None and ended.why == "expired" and ended.reader == boot:
+            valid = self._unchanged(ended.pages, release)
+            if valid:
+                self._expired.pop(key)
+                self._recent.put(key, Ended("released", boot))
+            return self._last_word(key, boot, Valid(*key) if valid else Expired(*key, "pin lease"))
+        if ended is None or ended.why not in ("released", "expired"):
+            word: Any = Expired(*key, "unknown" if ended is None else ended.why)
+        else:  # a repetition, or another gen's
+            word = Valid(*key) if ended.why == "released" and ended.reader == boot else Expired(*key, "reader")
+        return [Measure(Metric.STALE_FRAMES), *self._last_word(key, boot, word)]
 
     def _unchanged(self, pages: dict[int, PageDescriptor], release: Release) -> bool:
         """Whether each generation that the reader names is the one we told, and still the page's."""
@@ -494,27 +419,42 @@ class CtxCore:
         return True
 
     def _reader_gave_up(self, boot: str, fail: Fail) -> list[Action]:
-        attempt = self._attempts.get((fail.request, fail.attempt))
-        if attempt is None or attempt.reader is None or attempt.reader.boot != boot:
+        key = (fail.request, fail.attempt)
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            return self._late_give_up(key, boot)
+        if attempt.reader is None or attempt.reader.boot != boot:
             return []
         word = Fail(*attempt.key, "ended", "no more is posted", False) if attempt.reader.landing else None
         return self._lose_reader(attempt, word)
 
-    def _lose_reader(self, attempt: _Attempt, word: Any) -> list[Action]:
+    def _late_give_up(self, key: Key, boot: str) -> list[Action]:
+        """A reader that had no last word yet may have landing chunks out."""
+        early, ended = self._early_wants.get(key), self._recent.get(key)
+        if early is not None and early[0] == boot:
+            self._early_wants.pop(key)
+        elif ended is None or ended.why != "expired" or ended.reader != boot:
+            return []
+        return self._last_word(key, boot, Fail(*key, "ended", "no more is posted", False))
+
+    def _lose_reader(self, attempt: Attempt, word: Any) -> list[Action]:
         """The attempt is unbound again; `word` tells the lost reader, once nothing is being posted to it."""
         reader = attempt.reader
         assert reader is not None
         attempt.reader = None
         attempt.state = advance(attempt.state, Event.UNBIND_EARLY if attempt.handoff is None else Event.UNBIND)
-        return [*self._last_word(attempt.key, reader, word), *self._progress(attempt)]
+        return [*self._last_word(attempt.key, reader.boot, word), *self._progress(attempt)]
 
-    def _last_word(self, key: Key, reader: _Reader, word: Any) -> list[Action]:
+    def _last_word(self, key: Key, boot: str, word: Any) -> list[Action]:
+        """Tell a reader that nothing more will be posted for this key: only once that is true."""
         if word is None:
             return []
-        if reader.posting:
-            self._last_words[key, reader.boot] = (word, reader.posting)
-            return []
-        return [ToPeer(reader.boot, word)]
+        waiting = self._last_words.get((key, boot))
+        if (key, boot) not in self._posts.values():
+            return [ToPeer(boot, word)]
+        if not (isinstance(waiting, Fail) and waiting.code == LOST):
+            self._last_words[key, boot] = word
+        return []
 
     # ------------------------------------------------------------------------------------------------- router and time
 
@@ -546,7 +486,7 @@ class CtxCore:
             for action in self._progress(attempt)
         ]
 
-    def _progress(self, attempt: _Attempt) -> list[Action]:
+    def _progress(self, attempt: Attempt) -> list[Action]:
         if attempt.reader is not None or attempt.seconds_left is None:
             return []
         return [
@@ -576,7 +516,7 @@ class CtxCore:
                 actions += self._pin_lease_ended(attempt)
         return actions
 
-    def _pin_lease_ended(self, attempt: _Attempt) -> list[Action]:
+    def _pin_lease_ended(self, attempt: Attempt) -> list[Action]:
         """A silent reader. While the prompt is being computed the loop holds the pages anyway: only the reader goes."""
         if attempt.handoff is None:
             return self._lose_reader(attempt, Expired(*attempt.key, "pin lease"))
@@ -585,73 +525,27 @@ class CtxCore:
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
-    def _let_go(self, attempt: _Attempt, word: Any) -> list[Action]:
+    def _let_go(self, attempt: Attempt, word: Any) -> list[Action]:
         """Give every pin back, once, and tell the reader."""
         reader, attempt.reader = attempt.reader, None
         pages, attempt.pinned = list(attempt.pinned.values()), {}
         if pages:
             self._kv.unpin(pages)
-        return [] if reader is None else self._last_word(attempt.key, reader, word)
+        return [] if reader is None else self._last_word(attempt.key, reader.boot, word)
 
-    def _end(self, attempt: _Attempt, why: str, word: Any) -> list[Action]:
+    def _end(self, attempt: Attempt, why: str, word: Any) -> list[Action]:
         boot = attempt.reader.boot if attempt.reader is not None else None
         actions = self._let_go(attempt, word)
-        self._forget(attempt, _Ended(why, boot, attempt.pages if why == "expired" else {}))
+        self._forget(attempt, Ended(why, boot, attempt.pages if why == "expired" else {}))
         return actions
 
-    def _forget(self, attempt: _Attempt, ended: _Ended) -> None:
+    def _forget(self, attempt: Attempt, ended: Ended) -> None:
         del self._attempts[attempt.key]
         self._leases.drop(attempt.key)
         if ended.pages:
             self._expired.put(attempt.key, ended)
-        self._recent.put(attempt.key, _Ended(ended.why, ended.reader))
-
-    # ---------------------------------------------------------------------------------------------------------- handoff
-
-    def _handoff(self, submit: Submit, result: PrefillResult) -> Handoff:
-        tail = self._config.prompt_tail_tokens
-        tail_ids = submit.prompt_ids if tail is None else submit.prompt_ids[-tail * ID_BYTES :]
-        counts = Counter(unpack_ids(submit.prompt_ids)) if submit.params.needs_counts else {}
-        return Handoff(
-            request=submit.request,
-            attempt=submit.attempt,
-            num_prompt_tokens=len(submit.prompt_ids) // ID_BYTES,
-            num_tokens=result.num_tokens,
-            first_tokens=tuple(0 if first.token is None else first.token for first in result.firsts),
-            finished=tuple(first.finish is not None for first in result.firsts),
-            tail_ids=tail_ids,
-            counts=dict(counts),
-            output_ids=submit.output_ids,
-            hashes=submit.hashes,
-            namespace=submit.namespace,
-            params=submit.params,
-            samples=submit.samples,
-            priority=submit.priority,
-            lease_s=submit.lease_s,
-        )
+        self._recent.put(attempt.key, Ended(ended.why, ended.reader))
 
 
 def _within(ranges: tuple[tuple[int, int, int], ...], ordinal: int) -> bool:
     return any(group == 0 and first <= ordinal < end for group, first, end in ranges)
-
-
-def _first_deltas(submit: Submit, result: PrefillResult) -> list[Delta]:
-    """One a sample; the first carries what belongs to the prompt."""
-    start = len(submit.output_ids) // ID_BYTES
-    return [_first_delta(submit, result, sample, start, first) for sample, first in enumerate(result.firsts)]
-
-
-def _first_delta(submit: Submit, result: PrefillResult, sample: int, start: int, first: FirstToken) -> Delta:
-    return Delta(
-        request=submit.request,
-        attempt=submit.attempt,
-        sample=sample,
-        start=start,
-        ids=b"" if first.token is None else pack_ids((first.token,)),
-        logprobs=() if first.logprob is None else (first.logprob,),
-        finish=first.finish,
-        stop_id=first.stop_id,
-        prompt_logprobs=result.prompt_logprobs if sample == 0 else (),
-        cached_tokens=result.cached_tokens,
-        stamps=result.stamps if sample == 0 else {},
-    )

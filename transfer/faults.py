@@ -1,16 +1,22 @@
 """Faults for tests, as plain data and the counters that spend them. None of it exists unless the config allows faults.
 
-The node consults one `Faults` object about frames, and wraps its transports with `transfer/faulty.py`; no other code
-knows that faults exist. A plan is the worker's whole fault configuration: setting another one replaces it, and setting
-`{}` releases what is held and ends all faults. Knows no transport. Dies with its worker.
+The node consults one `Faults` object about frames and gives its transports a hook that is asked before each page; no
+other code knows that faults exist. A plan is the worker's whole fault configuration: setting another one replaces it,
+and setting `{}` releases what is held and ends all faults. Dies with its worker.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from tailrace.transfer.loop_events import Key
+from tailrace.transfer.messages import PageDescriptor, Want
+from tailrace.transfer.transports.base import CopyFailed, PageHook
 
 FRAME_KINDS = ("ready", "handoff", "release", "landed")
 ALL = -1  # a count that never ends
@@ -87,41 +93,60 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 class Faults:
-    """A plan and what is left of it. Not thread-safe: lives in the transfer thread."""
+    """A plan and what is left of it. Set and asked in the transfer thread; the hooks run in the transports' helpers."""
 
     def __init__(self, plan: FaultPlan | None = None) -> None:
+        self._lock = threading.Lock()
         self.set(plan or FaultPlan())
 
     def set(self, plan: FaultPlan) -> None:
         """Replace everything."""
-        self.plan = plan
-        self._drop, self._dup = dict(plan.drop), dict(plan.dup)
-        self._reads = self._posts = plan.fail_times
+        with self._lock:
+            self.plan = plan
+            self._drop, self._dup = dict(plan.drop), dict(plan.dup)
+            self._failures = plan.fail_times
+            self._asked: set[Key] = set()
+            self._lifted: set[Key] = set()
+
+    def lift(self, key: Key) -> None:
+        """Hold this key no more: its request is gone and so is the peer that it was read from."""
+        self._lifted.add(key)
+
+    def hushes(self, want: Want) -> bool:
+        """Whether this Want only renews, while transfers are held."""
+        if self.plan.hold_before_page is None or want.grants:
+            return False
+        key = (want.request, want.attempt)
+        first = key not in self._asked
+        self._asked.add(key)
+        return not first
+
+    def hook(self, page_bytes: int, *, reads: bool) -> PageHook:
+        """What a transport asks before each page. `reads`: this worker reads (fail_read), else it posts (fail_post)."""
+
+        def before(key: Key, descriptor: PageDescriptor) -> bool:
+            plan = self.plan
+            if plan.hold_before_page is not None and descriptor.ordinal >= plan.hold_before_page:
+                return key in self._lifted
+            if descriptor.ordinal == (plan.fail_read if reads else plan.fail_post) and self._fails():
+                raise CopyFailed(f"fault: page {descriptor.ordinal} fails")
+            if plan.slow_bytes_per_s is not None:
+                time.sleep(page_bytes / plan.slow_bytes_per_s)
+            return True
+
+        return before
+
+    def _fails(self) -> bool:
+        with self._lock:
+            fails = self._failures != 0
+            self._failures -= self._failures > 0
+            return fails
 
     def frame(self, kind: str) -> tuple[int, float]:
         """(copies to send, delay in seconds) of the next frame of this kind."""
         if self._spend(self._drop, kind):
             return 0, 0.0
         return (2 if self._spend(self._dup, kind) else 1), self.plan.late_s.get(kind, 0.0)
-
-    def holds(self, ordinals: set[int]) -> bool:
-        """Whether a transfer of these pages must pause before one of them."""
-        hold = self.plan.hold_before_page
-        return hold is not None and any(ordinal >= hold for ordinal in ordinals)
-
-    def fails_read(self, ordinals: set[int]) -> bool:
-        """Whether a read of these pages fails; spends one failure."""
-        if self.plan.fail_read not in ordinals or self._reads == 0:
-            return False
-        self._reads -= self._reads > 0
-        return True
-
-    def fails_post(self, ordinals: set[int]) -> bool:
-        """Whether the posting of these pages fails; spends one failure."""
-        if self.plan.fail_post not in ordinals or self._posts == 0:
-            return False
-        self._posts -= self._posts > 0
-        return True
 
     @staticmethod
     def _spend(counts: dict[str, int], kind: str) -> bool:

@@ -17,7 +17,6 @@ Knows no transport's inside and no model. If it dies its worker dies: ctx's pins
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from tailrace.kv_cache.layout import SCRATCH_PAGE
@@ -48,8 +47,9 @@ from tailrace.transfer.core_events import (
     ToRouter,
     Wire,
 )
+from tailrace.transfer.hand import Hand, ReadUnderWay, real_pages
 from tailrace.transfer.leases import Leases, Recent
-from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, Key
+from tailrace.transfer.loop_events import Admitted, Key
 from tailrace.transfer.messages import (
     ID_BYTES,
     Bind,
@@ -62,7 +62,6 @@ from tailrace.transfer.messages import (
     Handoff,
     Held,
     Landed,
-    LandingGrant,
     NotNow,
     PageDescriptor,
     Ready,
@@ -73,61 +72,11 @@ from tailrace.transfer.messages import (
     Want,
 )
 from tailrace.transfer.request_state import Event, State, advance
+from tailrace.transfer.runs import Runs
 from tailrace.transfer.transports.base import LandedIn, ReadDone, ReadJob
 
 CORRUPT = "corrupt"  # ReadDone.error of a landing chunk that is not as it was announced
 RETRY_S = 0.1  # when a refused bind may fit, as far as this worker can know
-
-
-@dataclass(slots=True)
-class _Hand:
-    """One hand-off, from Bind to Valid. `pages`: one an ordinal, SCRATCH_PAGE where the group needs none."""
-
-    bind: Bind
-    pair: PairUp
-    pages: list[int]
-    num_matched_tokens: int
-    units: UnitBitmap
-    bound_at: float
-    progress_at: float
-    asked_at: float
-    state: State = State.READING
-    seen: dict[Unit, PageDescriptor] = field(default_factory=dict)
-    told: set[Unit] = field(default_factory=set)  # a read of it was started
-    jobs: set[int] = field(default_factory=set)
-    handoff: Handoff | None = None
-    tokens_ready: int = 0
-    final_at: float | None = None
-    grants: dict[int, LandingGrant] = field(default_factory=dict)  # by chunk: out, and not landed
-    ctx_dead: bool = False
-
-    @property
-    def key(self) -> Key:
-        return (self.bind.request, self.bind.attempt)
-
-    @property
-    def complete(self) -> bool:
-        return self.units.full and self.handoff is not None
-
-
-@dataclass(slots=True)
-class _Job:
-    """A read under way. `quarantined`: its request is gone, its pages wait for its end."""
-
-    key: Key
-    boot: str
-    units: dict[Unit, int]  # -> our page
-    quarantined: bool = False
-
-
-@dataclass(slots=True)
-class _Run:
-    """What the loop runs: a local prefill, or a decode after its hand-off."""
-
-    leg: str
-    pages: int
-    deadline: float | None = None
-    cancelled: bool = False
 
 
 class GenCore:
@@ -145,12 +94,12 @@ class GenCore:
         self._pairs: dict[str, PairUp] = {}  # every peer that was ever paired, until its death or reset
         self._usable: set[str] = set()  # those with a link
         self._dead: dict[str, PairUp] = {}  # until nothing refers to them
-        self._hands: dict[Key, _Hand] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._hands: dict[Key, Hand] = {}
+        self._jobs: dict[int, ReadUnderWay] = {}
         self._num_jobs = 0
-        self._runs: dict[Key, _Run] = {}
         self._leases: Leases[Key] = Leases()
         self._recent: Recent[Key, str] = Recent(config.remember)
+        self._runs = Runs(self._leases, self._recent)
         self._orphans: dict[tuple[str, Key], tuple[int, float]] = {}  # grants out for ended requests: (number, since)
         self._draining = False
         self._last_bind_seq = 0
@@ -208,15 +157,10 @@ class GenCore:
     def holding(self) -> list[Held]:
         """The whole set, for the router."""
         hands = [
-            Held(*key, pages=len(_real(hand.pages)), needs=0, leg="decode", seconds_left=0.0)
+            Held(*key, pages=len(real_pages(hand.pages)), needs=0, leg="decode", seconds_left=0.0)
             for key, hand in self._hands.items()
         ]
-        runs = [
-            Held(*key, pages=run.pages, needs=0, leg=run.leg, seconds_left=0.0)
-            for key, run in self._runs.items()
-            if not run.cancelled
-        ]
-        return hands + runs
+        return hands + self._runs.holding()
 
     # ---------------------------------------------------------------------------------------------------------- ingress
 
@@ -233,46 +177,31 @@ class GenCore:
         return [Measure(Metric.STALE_FRAMES)]
 
     def _submit(self, submit: Submit, now: float) -> list[Action]:
-        """A local prefill: the loop does all of it, only its leases are kept here."""
         key = (submit.request, submit.attempt)
         if key in self or key in self._recent:
             return [Measure(Metric.STALE_FRAMES)]
         if self._draining:
             return [ToIngress(key, Fail(*key, "refused", "this worker is draining", True))]
         num_tokens = (len(submit.prompt_ids) + len(submit.output_ids)) // ID_BYTES
-        deadline = None if submit.timeout_s is None else now + submit.timeout_s
-        self._runs[key] = _Run("local", self._kv.layout.num_pages(num_tokens), deadline)
-        self._leases.grant(key, now, submit.lease_s)
-        return [ToLoop(Arrived(submit, now))]
+        return self._runs.arrive(submit, self._kv.layout.num_pages(num_tokens), now)
 
     def _cancel(self, key: Key, reason: str) -> list[Action]:
-        hand, run = self._hands.get(key), self._runs.get(key)
+        hand = self._hands.get(key)
         if hand is not None:
             hand.state = advance(hand.state, Event.CANCEL)
             return self._drop(hand, "cancelled", tell_ctx=True)
-        if run is None:
-            if key not in self._recent:  # before its Submit or Bind: that one must not start
-                self._recent.put(key, "cancelled")
-            return []
-        if run.cancelled:
-            return [Measure(Metric.STALE_FRAMES)]
-        run.cancelled = True
-        self._leases.drop(key)
-        return [ToLoop(Cancelled(key, reason))]
+        if key in self._runs:
+            return self._runs.cancel(key, reason)
+        if key not in self._recent:  # before its Submit or Bind: that one must not start
+            self._recent.put(key, "cancelled")
+        return []
 
     def _loop_ended(self, event: LoopEnded, now: float) -> list[Action]:
-        if self._runs.pop(event.key, None) is not None:
-            self._leases.drop(event.key)
-            self._recent.put(event.key, event.outcome)
+        self._runs.ended(event.key, event.outcome)
         return []
 
     def _loop_failed(self, event: LoopFailed, now: float) -> list[Action]:
-        run = self._runs.pop(event.key, None)
-        if run is None:
-            return []
-        self._leases.drop(event.key)
-        self._recent.put(event.key, "failed")
-        if run.cancelled:
+        if not self._runs.ended(event.key, "failed"):
             return []
         return [ToIngress(event.key, Fail(*event.key, event.code, event.message, event.retryable))]
 
@@ -295,7 +224,7 @@ class GenCore:
         key = (bind.request, bind.attempt)
         self._last_bind_seq = max(self._last_bind_seq, bind.seq)
         if key in self._hands:
-            return [Measure(Metric.STALE_FRAMES), ToRouter(Bound(*key, len(_real(self._hands[key].pages))))]
+            return [Measure(Metric.STALE_FRAMES), ToRouter(Bound(*key, len(real_pages(self._hands[key].pages))))]
         layout, counts = self._kv.layout, self._kv.counts()
         num_pages, first = layout.num_pages(bind.num_tokens), layout.first_needed_page(bind.num_tokens)
         pair = self._pairs.get(bind.ctx.boot) if bind.ctx.boot in self._usable else None
@@ -315,7 +244,7 @@ class GenCore:
         pages = [SCRATCH_PAGE] * first + held + new
         expected = [Unit(0, ordinal) for ordinal in range(num_pages - missing, num_pages)]
         matched = min(len(hit.pages) * layout.tokens_per_page, bind.num_tokens)
-        hand = _Hand(bind, pair, pages, matched, UnitBitmap(expected), now, now, now)
+        hand = Hand(bind, pair, pages, matched, UnitBitmap(expected), now, now, now)
         self._hands[key] = hand
         self._leases.grant(key, now, self._config.request_lease_s)
         return [ToRouter(Bound(*key, len(held) + len(new))), *self._ask(hand, now)]
@@ -373,18 +302,18 @@ class GenCore:
 
     # ---------------------------------------------------------------------------------------------------- ask, read
 
-    def _ask(self, hand: _Hand, now: float) -> list[Action]:
+    def _ask(self, hand: Hand, now: float) -> list[Action]:
         self._grant(hand)
         return [self._want(hand, now)]
 
-    def _want(self, hand: _Hand, now: float) -> ToPeer:
+    def _want(self, hand: Hand, now: float) -> ToPeer:
         hand.asked_at = now
         missing = [unit for unit in hand.units.missing() if unit not in hand.told]
         grants = tuple(hand.grants.values())  # those that ctx has seen before it knows by their sequence numbers
         want = Want(*hand.key, hand.pair.transport, ranges(missing), grants, hand.handoff is None)
         return ToPeer(hand.pair.boot, want)
 
-    def _grant(self, hand: _Hand) -> bool:
+    def _grant(self, hand: Hand) -> bool:
         """Reserve landing chunks for what is still to come; True if there are new ones."""
         pair = hand.pair
         lacking = sum(unit not in hand.told for unit in hand.units.missing())
@@ -418,7 +347,7 @@ class GenCore:
             return self._ctx_failed(hand, frame)
         return [Measure(Metric.STALE_FRAMES)]
 
-    def _ready(self, hand: _Hand, ready: Ready, now: float) -> list[Action]:
+    def _ready(self, hand: Hand, ready: Ready, now: float) -> list[Action]:
         if not self._stalled(hand) and hand.final_at is None:
             hand.progress_at = now  # all it announced is here: it is still computing
         hand.tokens_ready = max(hand.tokens_ready, ready.tokens_ready)
@@ -432,11 +361,11 @@ class GenCore:
         return [self._start_read(hand, new, None)]
 
     @staticmethod
-    def _wants(hand: _Hand, descriptor: PageDescriptor) -> bool:
+    def _wants(hand: Hand, descriptor: PageDescriptor) -> bool:
         unit = Unit(descriptor.group, descriptor.ordinal)
         return hand.units.lacks(unit) and unit not in hand.told
 
-    def _stalled(self, hand: _Hand) -> bool:
+    def _stalled(self, hand: Hand) -> bool:
         """Whether something that ctx has declared final is not here yet."""
         layout = self._kv.layout
         num_tokens = hand.bind.num_tokens
@@ -445,10 +374,10 @@ class GenCore:
         missing = hand.units.missing()
         return bool(missing) and missing[0].ordinal < final
 
-    def _start_read(self, hand: _Hand, descriptors: list[PageDescriptor], landed: Landed | None) -> StartRead:
+    def _start_read(self, hand: Hand, descriptors: list[PageDescriptor], landed: Landed | None) -> StartRead:
         self._num_jobs += 1
         units = {Unit(d.group, d.ordinal): hand.pages[d.ordinal] for d in descriptors}
-        self._jobs[self._num_jobs] = _Job(hand.key, hand.pair.boot, units)
+        self._jobs[self._num_jobs] = ReadUnderWay(hand.key, hand.pair.boot, units)
         hand.jobs.add(self._num_jobs)
         hand.told.update(units)
         pairs = tuple((d, hand.pages[d.ordinal]) for d in descriptors)
@@ -501,7 +430,7 @@ class GenCore:
 
     # ------------------------------------------------------------------------------------------------- release, valid
 
-    def _handed_off(self, hand: _Hand, handoff: Handoff, now: float) -> list[Action]:
+    def _handed_off(self, hand: Hand, handoff: Handoff, now: float) -> list[Action]:
         if hand.handoff is not None:
             return [Measure(Metric.STALE_FRAMES)]
         if handoff.num_tokens != hand.bind.num_tokens:
@@ -511,7 +440,7 @@ class GenCore:
         hand.progress_at = now
         return self._advance(hand, now)
 
-    def _advance(self, hand: _Hand, now: float) -> list[Action]:
+    def _advance(self, hand: Hand, now: float) -> list[Action]:
         """Release once all is here; with a dead ctx, look at its generation numbers instead."""
         if not hand.complete:
             if hand.ctx_dead and not hand.jobs:
@@ -530,18 +459,18 @@ class GenCore:
         hand.progress_at = now
         return [self._release(hand, now)]
 
-    def _release(self, hand: _Hand, now: float) -> ToPeer:
+    def _release(self, hand: Hand, now: float) -> ToPeer:
         hand.asked_at = now
         seen = tuple((unit.group, unit.ordinal, d.generation) for unit, d in sorted(hand.seen.items()))
         return ToPeer(hand.pair.boot, Release(*hand.key, seen))
 
-    def _valid(self, hand: _Hand, now: float) -> list[Action]:
+    def _valid(self, hand: Hand, now: float) -> list[Action]:
         assert hand.handoff is not None
         hand.state = advance(hand.state, Event.VALID)
         key, wire_s = hand.key, now - hand.bound_at
         del self._hands[key]
         self._orphan(hand, now)
-        self._runs[key] = _Run("decode", len(_real(hand.pages)))
+        self._runs.admit(key, len(real_pages(hand.pages)))
         exposed_s = now - (hand.final_at if hand.final_at is not None else hand.bound_at)
         return [
             ToLoop(Admitted(hand.handoff, tuple(hand.pages), hand.num_matched_tokens, wire_s)),
@@ -552,26 +481,26 @@ class GenCore:
 
     # ------------------------------------------------------------------------------------------------------- giving up
 
-    def _expired(self, hand: _Hand, reason: str) -> list[Action]:
+    def _expired(self, hand: Hand, reason: str) -> list[Action]:
         if reason == "reader":  # another gen was bound: its tokens come from there, ours must not
             hand.state = advance(hand.state, Event.CANCEL)
             return [Measure(Metric.STALE_FRAMES), *self._drop(hand, "another reader", tell_ctx=False)]
         return [Measure(Metric.EXPIRED_READS), *self._give_up(hand, "expired", f"pages expired: {reason}")]
 
-    def _ctx_failed(self, hand: _Hand, fail: Fail) -> list[Action]:
+    def _ctx_failed(self, hand: Hand, fail: Fail) -> list[Action]:
         if fail.code == "ended":  # the ingress knows: it was told by ctx, or told ctx
             hand.state = advance(hand.state, Event.CANCEL)
             return self._drop(hand, "ended", tell_ctx=False)
         return self._give_up(hand, "transfer" if fail.code == "not_posted" else fail.code, fail.message)
 
-    def _give_up(self, hand: _Hand, code: str, message: str) -> list[Action]:
+    def _give_up(self, hand: Hand, code: str, message: str) -> list[Action]:
         """End the attempt from here: the ingress makes another, or tells its client, by policy."""
         hand.state = advance(hand.state, Event.FAIL)
         retryable = self._config.retry_failed_transfers
         tell = ToIngress(hand.key, Fail(*hand.key, code, message, retryable))
         return [tell, *self._drop(hand, code, tell_ctx=True)]
 
-    def _drop(self, hand: _Hand, why: str, *, tell_ctx: bool) -> list[Action]:
+    def _drop(self, hand: Hand, why: str, *, tell_ctx: bool) -> list[Action]:
         """Give every page back: at once, or through quarantine where a read of ours may still write."""
         key, boot = hand.key, hand.pair.boot
         actions: list[Action] = []
@@ -582,7 +511,7 @@ class GenCore:
             busy.update(job.units.values())
             actions.append(AbandonRead(boot, number))
         self._kv.quarantine(sorted(busy))
-        self._kv.release([page for page in _real(hand.pages) if page not in busy])
+        self._kv.release([page for page in real_pages(hand.pages) if page not in busy])
         del self._hands[key]
         self._leases.drop(key)
         self._recent.put(key, why)
@@ -591,7 +520,7 @@ class GenCore:
             actions.append(ToPeer(boot, Fail(*key, "transfer", why, False)))
         return actions + self._close_if_unused(boot)
 
-    def _orphan(self, hand: _Hand, since: float) -> None:
+    def _orphan(self, hand: Hand, since: float) -> None:
         if hand.grants and not hand.ctx_dead:
             self._orphans[hand.pair.boot, hand.key] = (len(hand.grants), since)
 
@@ -600,10 +529,10 @@ class GenCore:
         if out > 1:
             self._orphans[boot, key] = (out - 1, since)
 
-    def _chunks_out(self, key: Key, boot: str, hand: _Hand | None) -> bool:
+    def _chunks_out(self, key: Key, boot: str, hand: Hand | None) -> bool:
         return (boot, key) in self._orphans or (hand is not None and hand.pair.boot == boot and bool(hand.grants))
 
-    def _reclaim(self, key: Key, boot: str, hand: _Hand | None) -> None:
+    def _reclaim(self, key: Key, boot: str, hand: Hand | None) -> None:
         orphan = self._orphans.pop((boot, key), None)
         if hand is not None and hand.pair.boot == boot and hand.grants:
             hand.grants = {}
@@ -617,10 +546,7 @@ class GenCore:
         actions: list[Action] = []
         for key in self._leases.expired(now):
             actions += self._cancel(key, "lease")
-        for key, run in list(self._runs.items()):
-            if run.deadline is not None and now >= run.deadline and not run.cancelled:
-                actions.append(ToIngress(key, Fail(*key, "timeout", "deadline passed", False)))
-                actions += self._cancel(key, "timeout")
+        actions += self._runs.overdue(now)
         for hand in list(self._hands.values()):
             if now - hand.progress_at >= self._config.kv_transfer_timeout_s:
                 message = f"no new unit for {self._config.kv_transfer_timeout_s:g} s"
@@ -631,7 +557,7 @@ class GenCore:
                 actions.append(self._want(hand, now))
         return actions + self._reset_stalled(now)
 
-    def _repeat(self, hand: _Hand, now: float) -> list[Action]:
+    def _repeat(self, hand: Hand, now: float) -> list[Action]:
         """Say again what is waited for: renews the pin lease, and mends what was lost with a link."""
         return [self._release(hand, now)] if hand.state is State.RELEASING else self._ask(hand, now)
 
@@ -652,7 +578,3 @@ class GenCore:
             hand.grants = {}
             actions += self._give_up(hand, "transfer", "the pair was reset")
         return [*actions, ResetPair(boot)]
-
-
-def _real(pages: list[int]) -> list[int]:
-    return [page for page in pages if page != SCRATCH_PAGE]

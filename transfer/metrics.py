@@ -62,6 +62,7 @@ METRICS: dict[str, MetricSpec] = {
     "tailrace_stats_stale": MetricSpec("gauge", "1 while a process's statistics are older than they should be."),
     "tailrace_prompt_positions_total": MetricSpec("counter", "Prompt positions computed here.", ("kind",)),
     "tailrace_output_tokens_total": MetricSpec("counter", "Tokens sampled here."),
+    "tailrace_pairs": MetricSpec("gauge", "Context workers to read from: wanted ones by state.", ("state",)),
     "tailrace_preemptions_total": MetricSpec("counter", "Sequences put back for want of pages."),
 }
 METRIC_NAMES: tuple[str, ...] = tuple(METRICS)

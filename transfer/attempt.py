@@ -1,0 +1,64 @@
+"""What a ctx core keeps of one attempt's prefill, its reader, and how it ended. Plain data; ctx_core.py decides."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from tailrace.transfer.loop_events import Key
+from tailrace.transfer.messages import Handoff, LandingGrant, PageDescriptor, Submit
+from tailrace.transfer.request_state import State
+
+
+@dataclass(slots=True)
+class Reader:
+    """The gen that is bound to an attempt. `told`: pages of ordinals below it were announced to this reader."""
+
+    boot: str
+    transport: str
+    wanted: tuple[tuple[int, int, int], ...]
+    pin_until: float
+    told: int = 0
+    handoff_sent: float | None = None
+    grants: deque[LandingGrant] = field(default_factory=deque)
+    granted: set[tuple[int, int]] = field(default_factory=set)  # (chunk, sequence) of all grants: each is used once
+    posted: int = 0  # ordinals below it were posted, or are not wanted
+    landing: bool = False
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt's prefill leg. `pages`: final, by ordinal; `pinned`: every page whose pin is ours, by ordinal."""
+
+    submit: Submit
+    num_tokens: int
+    state: State
+    deadline: float | None
+    started: bool = False
+    in_loop: bool = True  # the loop has not said its last word
+    cancelled: bool = False  # pages already given back; waits for the loop's last word
+    pinned: dict[int, int] = field(default_factory=dict)
+    pages: dict[int, PageDescriptor] = field(default_factory=dict)
+    final: int = 0  # ordinals below it are final
+    tokens_ready: int = 0
+    seconds_left: float | None = None
+    last_launched: bool = False
+    reader: Reader | None = None
+    handoff: Handoff | None = None
+
+    @property
+    def key(self) -> Key:
+        return (self.submit.request, self.submit.attempt)
+
+    @property
+    def all_ready(self) -> bool:
+        return self.tokens_ready >= self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an attempt ended. `pages`: (page, generation) by ordinal, of one whose pins ended before its release."""
+
+    why: str  # released | finished | cancelled | failed | expired
+    reader: str | None = None
+    pages: dict[int, PageDescriptor] = field(default_factory=dict)

@@ -1,0 +1,250 @@
+"""Pairing: a gen and a ctx find out, before use and off the hot path, whether and how pages can move between them.
+
+    gen dials ctx    Hello(compat, {transport: info}) ->
+                     <- Hello(compat, {transport: info}), or Refuse(field, mine, theirs) and the link is closed
+    gen connects the transport and probes it; if it does not work the next one is tried with another Hello
+
+Both sides compare the records; a mismatch that no codec bridges refuses the pair and both workers go on. A refused peer
+is asked again seldom, because only a restart can change its answer; one that does not answer is dialled again with
+back-off. Belongs to the transfer thread's event loop. Knows no request. A link's end is reported, and is no death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any, Protocol
+
+from tailrace.model.errors import PairRefused, PeerError
+from tailrace.transfer.links import Identity, Link, dial
+from tailrace.transfer.messages import CompatRecord, Hello, PeerAddress, Refuse
+from tailrace.transfer.transports.base import Transport
+
+log = logging.getLogger(__name__)
+
+REFUSED_RETRY_S = 5.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
+HELLO_S = 5.0
+
+
+def mismatch(mine: CompatRecord, theirs: CompatRecord) -> PairRefused | None:
+    """The first field in which two workers differ and may not, with both values; None if they can be paired."""
+    for field in fields(CompatRecord):
+        ours, other = getattr(mine, field.name), getattr(theirs, field.name)
+        if field.name == "codecs":
+            if not set(ours) & set(other):
+                return PairRefused(field.name, ours, other)
+        elif isinstance(ours, tuple) and len(ours) == len(other):
+            for i, (a, b) in enumerate(zip(ours, other, strict=True)):
+                if a != b:
+                    return PairRefused(f"{field.name}[{i}]", a, b)
+        elif ours != other:
+            return PairRefused(field.name, ours, other)
+    return None
+
+
+def answer_hello(
+    hello: Hello, worker: str, boot: str, compat: CompatRecord, transports: Sequence[Transport]
+) -> Hello | Refuse:
+    """Ctx's answer: what gen needs for each of the transports it named that works here."""
+    wrong = mismatch(compat, hello.compat)
+    if wrong is not None:
+        return Refuse(wrong.field, str(wrong.mine), str(wrong.theirs))
+    infos: dict[str, bytes] = {}
+    for transport in transports:
+        if transport.name not in hello.transports:
+            continue
+        try:
+            transport.connect(hello.boot, hello.transports[transport.name])
+        except PeerError as error:
+            fields = {"worker": hello.worker, "transport": transport.name, "reason": str(error)}
+            log.info("transport_not_usable", extra={"fields": fields})
+            continue
+        infos[transport.name] = transport.info_for(hello.boot)
+    return Hello(worker, boot, compat, infos)
+
+
+class PairEvents(Protocol):
+    """Who is told. All calls come on the event loop."""
+
+    def pair_up(self, boot: str, transport: Transport) -> None: ...
+
+    def pair_down(self, boot: str) -> None: ...
+
+    def peer_frame(self, link: Link, frame: Any) -> None: ...
+
+
+class PairDialer:
+    """Gen's side: keeps one link, and one working transport, to each wanted ctx.
+
+    Args:
+        worker: our name; `me` and `secret` are for the links.
+        transports: in order of preference; all that may be used.
+    """
+
+    def __init__(
+        self, worker: str, me: Identity, secret: bytes, compat: CompatRecord, transports: Sequence[Transport],
+        events: PairEvents,
+    ) -> None:  # fmt: skip
+        self._worker, self._me, self._secret, self._compat = worker, me, secret, compat
+        self._transports, self._events = transports, events
+        self._wanted: dict[str, PeerAddress] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._links: dict[str, Link] = {}
+        self.ready: dict[str, Transport] = {}
+        self.refused: dict[str, str] = {}  # boot id -> why, for those of the wanted that were refused
+
+    def want(self, peers: Iterable[PeerAddress]) -> None:
+        """These are to be paired; a whole set. Those no longer in it stay until `retire`."""
+        self._wanted = {peer.boot: peer for peer in peers}
+        for boot, peer in self._wanted.items():
+            if boot not in self._tasks:
+                self._tasks[boot] = asyncio.create_task(self._keep(peer), name=f"pair-{peer.worker}")
+
+    def also(self, peer: PeerAddress) -> None:
+        """One more, besides the set."""
+        if peer.boot not in self._wanted:
+            self.want([*self._wanted.values(), peer])
+
+    def surplus(self) -> list[str]:
+        """Boot ids that have a link or a task and are not wanted."""
+        return [boot for boot in self._tasks if boot not in self._wanted]
+
+    def retire(self, boot: str) -> None:
+        """End a pair: nothing of ours refers to it, or it is dead."""
+        self._wanted.pop(boot, None)
+        self.refused.pop(boot, None)
+        task = self._tasks.pop(boot, None)
+        if task is not None:
+            task.cancel()
+        link = self._links.pop(boot, None)
+        if link is not None:
+            link.close("the pair is over")
+        if self.ready.pop(boot, None) is not None:
+            self._events.pair_down(boot)
+
+    def reset(self, boot: str) -> None:
+        """Pair anew: the link is closed and dialled again. The caller has disconnected the transport."""
+        link = self._links.get(boot)
+        if link is not None:
+            link.close("the pair is reset")
+
+    def send(self, boot: str, frame: object) -> None:
+        """Dropped if there is no link."""
+        link = self._links.get(boot)
+        if link is not None and boot in self.ready:
+            link.send(frame)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for boot in list(self._tasks):
+            self.retire(boot)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --------------------------------------------------------------------------------------------------------- one peer
+
+    async def _keep(self, peer: PeerAddress) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            try:
+                await self._serve(peer)
+                retry_s = FIRST_RETRY_S
+            except PairRefused as error:
+                if peer.boot not in self.refused:
+                    log.error("pair_refused", extra={"fields": {"worker": peer.worker, "reason": str(error)}})
+                self.refused[peer.boot] = str(error)
+                retry_s = REFUSED_RETRY_S
+            except PeerError as error:
+                log.info("pair_not_made", extra={"fields": {"worker": peer.worker, "reason": str(error)}})
+            await asyncio.sleep(retry_s)
+            retry_s = min(LAST_RETRY_S, retry_s * 2)
+
+    async def _serve(self, peer: PeerAddress) -> None:
+        """One link's life. Returns when it ends after the pair was ready."""
+        boot, session = peer.boot, _Session(self._events)
+        link = await dial(
+            peer.host, peer.port, self._me, self._secret,
+            expect_boot=boot, on_frame=session.on_frame, on_close=session.on_close,
+        )  # fmt: skip
+        self._links[boot] = link
+        try:
+            transport = await self._agree(link, session, peer)
+            self.refused.pop(boot, None)
+            self.ready[boot] = transport
+            fields = {"worker": peer.worker, "boot": boot, "transport": transport.name}
+            log.info("pair_ready", extra={"fields": fields})
+            self._events.pair_up(boot, transport)
+            await session.closed.wait()
+        finally:
+            if self._links.get(boot) is link:
+                del self._links[boot]
+            link.close("pairing ended")
+            if self.ready.pop(boot, None) is not None:
+                self._events.pair_down(boot)
+
+    async def _agree(self, link: Link, session: _Session, peer: PeerAddress) -> Transport:
+        """The first transport that both have and that brings a page over intact."""
+        tried = []
+        for transport in self._transports:
+            info = {transport.name: transport.info_for(peer.boot)}
+            link.send(Hello(self._worker, self._me.boot, self._compat, info))
+            answer = await session.answer()
+            if isinstance(answer, Refuse):
+                raise PairRefused(answer.field, answer.theirs, answer.mine)
+            wrong = mismatch(self._compat, answer.compat)
+            if wrong is not None:
+                link.send(Refuse(wrong.field, str(wrong.mine), str(wrong.theirs)))
+                raise wrong
+            why = await self._try(transport, peer.boot, answer.transports.get(transport.name))
+            if why is None:
+                return transport
+            tried.append(f"{transport.name}: {why}")
+        raise PeerError(f"no transport reaches {peer.worker}: {'; '.join(tried) or 'none configured'}")
+
+    async def _try(self, transport: Transport, boot: str, info: bytes | None) -> str | None:
+        """None if it works, else why not."""
+        if info is None:
+            return "the peer does not offer it"
+        try:
+            transport.connect(boot, info)
+        except PeerError as error:
+            return str(error)
+        if await asyncio.get_running_loop().run_in_executor(None, transport.probe, boot):
+            return None
+        transport.disconnect(boot)
+        return "the probe's page did not come over intact"
+
+
+class _Session:
+    """What one link to a ctx brings: answers while pairing, then frames."""
+
+    def __init__(self, events: PairEvents) -> None:
+        self._events = events
+        self._answers: asyncio.Queue[Hello | Refuse | None] = asyncio.Queue()  # None: the link closed
+        self.closed = asyncio.Event()
+
+    async def answer(self) -> Hello | Refuse:
+        try:
+            answer = await asyncio.wait_for(self._answers.get(), HELLO_S)
+        except TimeoutError:
+            raise PeerError(f"no Hello within {HELLO_S:g} s") from None
+        if answer is None:
+            raise PeerError("the link closed during pairing")
+        return answer
+
+    def on_frame(self, link: Link, frame: Any) -> None:
+        if isinstance(frame, Hello | Refuse):
+            self._answers.put_nowait(frame)
+        else:
+            self._events.peer_frame(link, frame)
+
+    def on_close(self, link: Link, reason: str) -> None:
+        self.closed.set()
+        self._answers.put_nowait(None)
+
+
+def preferred(transports: Sequence[Transport], choice: str) -> list[Transport]:
+    """Those that may be used: the chosen one, or for `auto` all, in the order given."""
+    return [t for t in transports if choice in ("auto", t.name)]
