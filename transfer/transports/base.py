@@ -36,8 +36,8 @@ class CopyFailed(Exception):
 PageHook = Callable[[Key, PageDescriptor], bool]
 """Tests: called in the helper thread before each page is copied, packed or unpacked; pages then go one by one.
 
-True: go on. False: not yet, ask again in about a millisecond, other jobs go on (HOLD). It may also sleep (SLOW) or raise
-CopyFailed (FAIL).
+True: go on. False: not yet, ask again in about a millisecond, other jobs go on (HOLD). It may also sleep (SLOW) or
+raise CopyFailed (FAIL).
 """
 
 
