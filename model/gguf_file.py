@@ -84,7 +84,7 @@ class _Cursor:
     """Reads little-endian values one after another and refuses to run past the end."""
 
     def __init__(self, data: np.ndarray, path: Path) -> None:
-        self.view, self.offset, self.path = memoryview(data), 0, path
+        self.view, self.offset, self.path = data.data, 0, path
 
     def take(self, size: int) -> memoryview:
         end = self.offset + size

@@ -85,19 +85,18 @@ class Int4Linear:
     def __init__(self, groups: Int4Groups, bias: torch.Tensor | None = None) -> None:
         """groups: codes whose rows `int4_works` accepts."""
         self.out_features, self.in_features = groups.codes.shape
-        self._doubled = groups.doubled
-        if groups.doubled:
-            self.in_features //= 2
         self.bias = bias
         # The packing op wants int32. Its layout is by blocks of 64 rows, so chunks of whole blocks give the same bytes.
         pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
         self._codes = torch.cat([pack(part.to(torch.int32), 1) for part in groups.codes.split(_PACKING_ROWS)])
+        # Rounding a scale to bf16 moves all of its group's weights; the zero point takes up what that adds on average.
+        scale = groups.scale.to(torch.bfloat16).float()
+        mean_code = groups.codes.unflatten(1, (-1, GROUP)).sum(-1, dtype=torch.int32) / GROUP - 8
+        zero = groups.zero + (groups.scale - scale) * mean_code
         # [columns / 32, rows, 2]
-        self._scales = torch.stack((groups.scale, groups.zero), -1).transpose(0, 1).to(torch.bfloat16).contiguous()
+        self._scales = torch.stack((scale, zero), -1).transpose(0, 1).to(torch.bfloat16).contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._doubled:
-            x = torch.cat((x, x), 1)
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._codes, GROUP, self._scales)
         return y if self.bias is None else y.add_(self.bias)
 

@@ -114,8 +114,8 @@ def load_weights(
     Args:
         source: an opened model.
         dtype: float32 or bfloat16.
-        quantized: keep 4- and 8-bit weights packed beside their bf16 copy and use them for few rows. Ignored for
-            float32 and where a tensor's type or shape cannot be packed.
+        quantized: keep 4-bit weights packed beside their bf16 copy and use them for few rows, and a Q8_0 embedding at
+            a byte an element. Ignored for float32 and where a tensor's type or shape cannot be packed.
         progress: told after every tensor.
 
     Raises:
@@ -206,9 +206,8 @@ class _Loader:
         return parts
 
     def _part(self, run: list[TensorEntry], bias: torch.Tensor | None) -> Linear:
-        groups = [g for entry in run if _packable(entry) and (g := blocks.int4_groups(entry)) is not None]
-        if len(groups) == len(run):
-            return Int4Linear(_joined(groups), bias)
+        if all(_packable(entry) for entry in run):
+            return Int4Linear(_joined([blocks.int4_groups(entry) for entry in run]), bias)
         weight = torch.cat([blocks.dense(entry, self.dtype) for entry in run])
         return PrepackedLinear(weight, bias) if self.prepack else DenseLinear(weight, bias)
 
@@ -232,7 +231,7 @@ class _Loader:
 
 
 def _packable(entry: TensorEntry) -> bool:
-    return entry.kind in ("Q4_0", "Q4_1", "Q4_K", "Q8_0") and int4_works(*entry.shape)
+    return entry.kind in blocks.INT4_KINDS and int4_works(*entry.shape)
 
 
 def _joined(groups: list[Int4Groups]) -> Int4Groups:
@@ -240,5 +239,4 @@ def _joined(groups: list[Int4Groups]) -> Int4Groups:
         torch.cat([g.codes for g in groups]),
         torch.cat([g.scale for g in groups]),
         torch.cat([g.zero for g in groups]),
-        doubled=groups[0].doubled,
     )
