@@ -80,11 +80,20 @@ class Sample:
             ends = i == len(ids) - 1 and delta.finish == "stop" and delta.stop_id is not None
             self.ids.append(ids[i])
             self.ended_by_id = ends
-            self.pieces += self._text.push(ids[i], logprobs[i] if logprobs else None, ends=ends)
+            self._keep(self._text.push(ids[i], logprobs[i] if logprobs else None, ends=ends))
             if self._text.stopped:
                 self.finish, self.cut = "stop", True
                 return True
         if delta.finish is not None:
-            self.pieces += self._text.finish()
+            self._keep(self._text.finish())
             self.finish = delta.finish
         return True
+
+    def _keep(self, pieces: list[Piece]) -> None:
+        """Text that no token brought goes with the last token, so that each token stays one piece."""
+        for piece in pieces:
+            if piece.token is None and self.pieces:
+                last = self.pieces[-1]
+                self.pieces[-1] = last._replace(text=last.text + piece.text)
+            else:
+                self.pieces.append(piece)

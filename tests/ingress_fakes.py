@@ -191,8 +191,7 @@ class FakeWorker:
             if self.stop_after is not None and position >= self.stop_after:
                 await asyncio.sleep(3600)
             await self.decode_gate.wait()
-            if self.token_delay_s:
-                await asyncio.sleep(self.token_delay_s)
+            await asyncio.sleep(self.token_delay_s)
             deltas = [
                 self._delta(submit, i, run, position, position + 1)
                 for i, run in enumerate(runs)
@@ -230,6 +229,7 @@ class FakeCluster:
         self.ctx = FakeWorker(self, "ctx", "ctx-0")
         self.gen = FakeWorker(self, "gen", "gen-0")
         self.refuse: Refused | None = None
+        self.answers_places = True
         self.bind = True  # a prefilled request gets its gen at once
         self.answers: dict[str, str] = {"ready": '{"status":"ready","reasons":[]}', "cluster": "{}", "metrics": "m 1\n"}
         self.frames: list[object] = []
@@ -304,7 +304,7 @@ class FakeCluster:
         elif isinstance(frame, Place):
             if self.refuse is not None:
                 link.send(dataclasses.replace(self.refuse, request=frame.request, attempt=frame.attempt))
-            elif frame.at:
+            elif frame.at or not self.answers_places:
                 pass
             elif self.leg == "local":
                 link.send(self.placed(frame, "local", self.gen))

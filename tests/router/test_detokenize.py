@@ -69,7 +69,7 @@ def token_lists(draw):
 stop_lists = st.lists(st.text(st.sampled_from("abé😀"), min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(token_lists(), stop_lists, st.integers(0, 6))
 @example([b"a", b"b", b"c"], ["ab", "abc"], 0)
 @example([b"xab", b"c"], ["bcd", "abcdx", "c"], 0)
@@ -84,7 +84,7 @@ def test_pieces_joined_are_the_text_up_to_the_first_stop_string_to_end(tokens, s
         assert whole == text.encode()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(token_lists())
 def test_without_stop_strings_every_token_gives_its_piece_at_once(tokens):
     stream = stream_of(tokens)
