@@ -255,7 +255,8 @@ class Flow:
         if self.ended or not known or not (from_ctx or from_gen):
             self.stale += 1
             return []
-        receipt = self.samples[delta.sample].receive(delta)
+        sample = self.samples[delta.sample]
+        receipt = sample.receive(delta)
         self.stale += receipt is Receipt.STALE
         if delta.prompt_logprobs and not self.prompt_logprobs:
             self.prompt_logprobs = delta.prompt_logprobs
@@ -264,8 +265,9 @@ class Flow:
             self.cached_tokens = delta.cached_tokens
         self.stamps.last_token = now
         self._arrived(from_gen)
-        self._note_gap(now)
-        if all(sample.finish is not None for sample in self.samples):
+        if receipt is Receipt.EARLY or self._gap_since is not None:
+            self._note_gap(now)
+        if sample.finish is not None and all(s.finish is not None for s in self.samples):
             self._finish(boot)
         return self._take()
 
@@ -357,6 +359,8 @@ class Flow:
 
     def _arrived(self, from_gen: bool) -> None:
         """Move the state by what these tokens prove."""
+        if self.state is State.DECODING:
+            return
         if from_gen:
             if self.state is State.PLACED:
                 self._move(Event.START, Event.VALID)  # local

@@ -8,7 +8,6 @@ at (U+0085, U+2028, U+2029), which are escaped. Pure.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,12 +52,6 @@ class Reply:
     with_logprobs: bool
     with_token_ids: bool
     with_usage: bool  # in a stream
-
-    @classmethod
-    def new(
-        cls, prefix: str, unique: str, model: str, *, samples: int, logprobs: bool, token_ids: bool, usage: bool
-    ) -> Reply:
-        return cls(prefix + unique, model, int(time.time()), samples, logprobs, token_ids, usage)
 
 
 class Format(Protocol):

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from tailrace.router.completions import CompletionFormat
 from tailrace.router.formats import EventWriter, Format, Reply, error_event
 from tailrace.router.http_exchange import ClientGone, Head, Keys, read_body, send_bytes, send_json
 from tailrace.router.ingress import Ask, Caller, Generation, IngressService
-from tailrace.router.sampling import check_before_tokenizing, check_ids, sampling_params
+from tailrace.router.sampling import check_before_tokenizing, check_ids, sampling_params, wanted_logprobs
 from tailrace.router.sse import EventStream, Headers, Receive, Send, until_gone
 from tailrace.router.stop_strings import StopStrings
 from tailrace.router.tokenization import ChatPrompt, IdsPrompt, Prompt, PromptSource, TextPrompt
@@ -126,29 +127,28 @@ class Completion(Exchange):
             Ask(prompt, sampling_params(body, len(prompt.ids), limits, source.param), body.n, stops)
             for prompt, source in zip(prompts, sources, strict=True)
         ]
+        reply = Reply(
+            id=self.id_prefix + self.service.new_id(),
+            model=self.service.config.model_name,
+            created=int(time.time()),
+            samples=body.n,
+            with_logprobs=wanted_logprobs(body)[0] is not None,
+            with_token_ids=body.return_token_ids,
+            with_usage=body.stream_options.include_usage,
+        )
+        form = self.format(body, reply, list(prompts))
         generation = self.service.open(asks, caller)
         try:
-            form = self._form(body, list(prompts), generation)
             if body.stream:
-                await self._stream(generation, form[0], form[1], send)
+                await self._stream(generation, reply, form, send)
             else:
                 await generation.done()
-                await send_json(send, 200, form[1].whole(generation.flows), self.headers)
-        finally:
+                await send_json(send, 200, form.whole(generation.flows), self.headers)
+        except asyncio.CancelledError:
             generation.close("client")
-
-    def _form(self, body: SamplingBody, prompts: list[Prompt], generation: Generation) -> tuple[Reply, Format]:
-        wants_logprobs = body.logprobs if isinstance(body, ChatBody) else getattr(body, "logprobs", None) is not None
-        reply = Reply.new(
-            self.id_prefix,
-            self.service.new_id(),
-            self.service.config.model_name,
-            samples=body.n,
-            logprobs=wants_logprobs,
-            token_ids=body.return_token_ids,
-            usage=body.stream_options.include_usage,
-        )
-        return reply, self.format(body, reply, prompts)
+            raise
+        finally:
+            generation.close("sibling_failed")
 
     async def _stream(self, generation: Generation, reply: Reply, form: Format, send: Send) -> None:
         config, service = self.service.config, self.service

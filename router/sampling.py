@@ -10,6 +10,7 @@ from tailrace.model.errors import ClientError
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.router.api_types import ChatBody, CompletionBody, SamplingBody
 
+MAX_CHOICES = 2048
 _SEED_MASK = 2**64 - 1
 
 
@@ -56,6 +57,12 @@ def check_before_tokenizing(body: SamplingBody, limits: Limits) -> None:
     if isinstance(body, CompletionBody):
         if body.best_of is not None and body.best_of != body.n:
             raise ClientError("best_of: only the value of n is supported", param="best_of", code="invalid_value")
+        choices = len(body.prompt) * body.n
+        if choices > MAX_CHOICES:
+            message = (
+                f"n: {body.n} for each of {len(body.prompt)} prompts are {choices} choices, more than {MAX_CHOICES}"
+            )
+            raise ClientError(message, param="n", code="invalid_value")
         if body.max_tokens == 0 and not body.echo:
             raise ClientError("max_tokens: 0 needs echo", param="max_tokens", code="invalid_value")
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:

@@ -171,6 +171,11 @@ async def test_null_is_absent_for_every_optional_field(api):
         )
 
 
+async def test_choices_are_bounded(api):
+    await refused(api, "n", prompt=["a"] * 100, n=100)
+    await refused(api, "prompt", prompt=["a"] * 1025)
+
+
 async def test_unknown_fields_are_ignored_and_never_reach_a_worker(api):
     inside = {"peer": "x", "session": "y", "page_ids": [1], "kv_transfer_params": {"a": 1}}
     response = await api.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "grüße": 1, **inside})

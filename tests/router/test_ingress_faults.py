@@ -5,6 +5,7 @@ import dataclasses
 import json
 import socket
 
+import openai
 import pytest
 from ingress_fakes import FakeCluster, Run, ids_of, ingress, run_of, serving
 
@@ -140,6 +141,35 @@ async def test_a_gen_that_dies_mid_stream_without_retries_ends_it_with_one_error
         errors = [chunk for chunk in stream.chunks if "error" in chunk]
         assert errors == [stream.chunks[-1]] and set(errors[0]) == {"error"}
         assert set(errors[0]["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_the_openai_client_sees_the_error_of_a_broken_stream():
+    async with serving(outputs, policy={"retries": False}) as api:
+        api.cluster.gen.stop_after = 5
+        client = openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0)
+        stream = await client.completions.create(model="smollm2", prompt="Count", max_tokens=10, stream=True)
+        text = ""
+        with pytest.raises(openai.APIError) as broken:
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                if text.endswith("five"):
+                    await api.cluster.gen.kill()
+        assert text == " one two three four five" and broken.value.code == "lost"
+
+
+async def test_a_death_under_many_requests_is_told_in_few_lines(caplog):
+    async with serving(outputs, policy={"retries": False}) as api:
+        api.cluster.gen.stop_after = 3
+        tasks = [asyncio.create_task(api.complete(**BODY)) for _ in range(40)]
+        await until(lambda: len(api.cluster.gen.tasks) == 40)
+        await asyncio.sleep(0.1)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="tailrace"):
+            await api.cluster.gen.kill()
+            assert {r.status_code for r in await asyncio.gather(*tasks)} == {503}
+        events = [record.getMessage() for record in caplog.records]
+        assert events.count("worker_link_lost") == 1 and len(events) <= 2 * 40
+        assert not any(record.exc_info for record in caplog.records)
 
 
 async def test_the_connection_of_a_failed_stream_is_closed():
