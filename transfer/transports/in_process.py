@@ -158,9 +158,4 @@ class _Running:
 
     def advance(self, pages: int | None) -> bool:
         """Copy at most this many pages; True when the job is over."""
-        made = 0
-        for went_on in self._steps:
-            made += 1
-            if not went_on or made == pages:
-                return False
-        return True
+        return all(went_on and made != pages for made, went_on in enumerate(self._steps, start=1))
