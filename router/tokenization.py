@@ -191,13 +191,27 @@ class Tokenization:
             pieces = pieces_of([table.text_bytes(token) for token in ids])
             return Echo("".join(pieces), tuple(pieces), table.open_bytes(ids))
         literal = [table.literal(token) for token in ids]
-        if literal and ids[0] == self._encoder.bos_id and not source.text.encode().startswith(literal[0]):
-            literal[0] = b""  # the tokenizer put it there
-        joined = b"".join(literal).decode(errors="replace")
-        if joined == " " + source.text:  # a dummy space that SentencePiece puts before a text
-            first = next(i for i, data in enumerate(literal) if data)
-            literal[first] = literal[first].removeprefix(b" ")
-        return Echo(source.text, tuple(pieces_of(literal)), b"")
+        spelled = aligned(literal, source.text.encode())
+        if spelled is None and ids[0] == self._encoder.bos_id:
+            without_bos = [b"", *literal[1:]]  # the tokenizer put it there
+            spelled = aligned(without_bos, source.text.encode()) or without_bos
+        return Echo(source.text, tuple(pieces_of(spelled or literal)), b"")
+
+
+def aligned(tokens: list[bytes], text: bytes) -> list[bytes] | None:
+    """The tokens' bytes so that they join to `text`, or None if they do not.
+
+    SentencePiece puts a dummy space before a text and after special tokens; it is left out.
+    """
+    out, position = [], 0
+    for data in tokens:
+        if not text.startswith(data, position):
+            data = data.removeprefix(b" ")
+            if not text.startswith(data, position):
+                return None
+        out.append(data)
+        position += len(data)
+    return out if position == len(text) else None
 
 
 def size_of(source: PromptSource) -> int:
