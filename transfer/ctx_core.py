@@ -124,6 +124,10 @@ class CtxCore:
         """Attempts with a bound reader."""
         return sum(a.reader is not None for a in self._attempts.values())
 
+    def jobs(self) -> int:
+        """Posts that were started and have not ended."""
+        return len(self._posts)
+
     def holding(self) -> list[Held]:
         """The whole set, for the router. An unbound request names the gen pages it will need."""
         return [

@@ -131,6 +131,10 @@ class GenCore:
         """True if there is no hand-off, no read under way, nothing in the loop and no landing chunk out."""
         return not (self._hands or self._jobs or self._runs or self._orphans)
 
+    def runs(self, key: Key) -> bool:
+        """Whether the loop works on this key and its ingress still wants it."""
+        return self._runs.wanted(key)
+
     @property
     def last_bind_seq(self) -> int:
         return self._last_bind_seq
@@ -139,7 +143,7 @@ class GenCore:
         """Hand-offs between Bind and Valid."""
         return len(self._hands)
 
-    def reads(self) -> int:
+    def jobs(self) -> int:
         """Reads that were started and have not ended."""
         return len(self._jobs)
 

@@ -65,6 +65,11 @@ class Outbox:
         """Whether anything is waiting for a link that takes it."""
         return bool(self._waiting)
 
+    @property
+    def waits_for_link(self) -> bool:
+        """Whether something is kept back by a link that is there but full."""
+        return any(self._routes[key].link is not None for key in self._waiting)
+
     def attach(self, key: Key, link: Hashable) -> None:
         """Tokens of `key` go to `link` from now on."""
         route = self._routes.get(key)

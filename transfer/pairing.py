@@ -108,6 +108,10 @@ class PairDialer:
         if peer.boot not in self._wanted:
             self.want([*self._wanted.values(), peer])
 
+    @property
+    def num_wanted(self) -> int:
+        return len(self._wanted)
+
     def surplus(self) -> list[str]:
         """Boot ids that have a link or a task and are not wanted."""
         return [boot for boot in self._tasks if boot not in self._wanted]
@@ -227,7 +231,8 @@ class _Session:
 
     async def answer(self) -> Hello | Refuse:
         try:
-            answer = await asyncio.wait_for(self._answers.get(), HELLO_S)
+            async with asyncio.timeout(HELLO_S):
+                answer = await self._answers.get()
         except TimeoutError:
             raise PeerError(f"no Hello within {HELLO_S:g} s") from None
         if answer is None:

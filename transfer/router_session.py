@@ -11,6 +11,7 @@ on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any, Protocol
 
@@ -172,7 +173,7 @@ class RouterSession:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return
+    """Until the event or the time; not by wait_for, which in 3.11 loses a cancel that meets the event."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

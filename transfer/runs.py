@@ -40,6 +40,11 @@ class Runs:
     def __len__(self) -> int:
         return len(self._runs)
 
+    def wanted(self, key: Key) -> bool:
+        """Whether the loop has it and nobody has cancelled it."""
+        run = self._runs.get(key)
+        return run is not None and not run.cancelled
+
     def arrive(self, submit: Submit, pages: int, now: float) -> list[Action]:
         """A local prefill: the loop does all of it."""
         key = (submit.request, submit.attempt)

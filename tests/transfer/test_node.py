@@ -1,0 +1,626 @@
+"""Two nodes in one process over real sockets and real transports: pairing, a hand-off, failures, the router's link."""
+
+import asyncio
+import json
+import queue
+import secrets
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from handoff_sim import NAMESPACE, PAGE, layout
+
+from tailrace.kv_cache.arena import Arena, arena_name
+from tailrace.kv_cache.manager import KvManager
+from tailrace.model.errors import ConfigError
+from tailrace.model.sampling_params import SamplingParams
+from tailrace.transfer.core_events import CoreConfig
+from tailrace.transfer.links import Identity, dial, listen
+from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, DrainAsked, FaultsSet, FirstToken, PrefillResult
+from tailrace.transfer.messages import (
+    Bind,
+    Bound,
+    Cancel,
+    CompatRecord,
+    Deaths,
+    Delta,
+    Drain,
+    Epoch,
+    EpochRefused,
+    Fail,
+    Heartbeat,
+    Holding,
+    NotNow,
+    PeerAddress,
+    Peers,
+    Progress,
+    Register,
+    Renew,
+    SetFaults,
+    Stats,
+    Submit,
+    Tokens,
+    pack_ids,
+    unpack_ids,
+)
+from tailrace.transfer.metrics import exposition
+from tailrace.transfer.node import Node, NodeFailed
+from tailrace.transfer.switchboard import NodeConfig
+from tailrace.transfer.transports.in_process import Exchange, InProcessTransport
+from tailrace.transfer.transports.reading import Mapped
+from tailrace.transfer.transports.shm import ShmTransport
+
+SECRET = b"test secret"
+COMPAT = CompatRecord(1, "m", "float32", PAGE, PAGE, ("history",), (layout().bytes_per_page,), 1, ("raw",))
+CORE = CoreConfig(pin_lease_s=2.0, request_lease_s=5.0, kv_transfer_timeout_s=5.0)
+PAGES = 17
+KEY = ("a" * 32, 0)
+
+
+class Hub:
+    """A router, or an ingress, as far as a node sees it: an event loop in a thread that records frames."""
+
+    def __init__(self, role, boot):
+        self.me = Identity(role, role, boot)
+        self.frames = queue.Queue()
+        self.links = {}
+        self.kept = []
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.listener = None
+
+    def call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(5)
+
+    def listen(self, port=0):
+        async def go():
+            return await listen(
+                "127.0.0.1", port, self.me, SECRET, on_link=lambda link: self.links.update({link.peer.process: link}),
+                on_frame=self.on_frame, on_close=lambda link, reason: self.links.pop(link.peer.process, None),
+            )  # fmt: skip
+
+        self.listener = self.call(go())
+        return self.listener.port
+
+    def dial(self, node):
+        async def go():
+            link = await dial(
+                *node.address, self.me, SECRET, on_frame=self.on_frame, on_close=lambda link, reason: None
+            )
+            self.links[node.config.worker] = link
+
+        self.call(go())
+
+    def on_frame(self, link, frame):
+        self.frames.put((link.peer.process, frame))
+
+    def send(self, worker, *frames):
+        link = self.links[worker]
+        self.loop.call_soon_threadsafe(lambda: [link.send(frame) for frame in frames])
+
+    def expect(self, kind, timeout_s=5.0):
+        """The next frame of this kind; others are kept for later calls."""
+        end = time.monotonic() + timeout_s
+        for pair in self.kept:
+            if isinstance(pair[1], kind):
+                self.kept.remove(pair)
+                return pair[1]
+        while True:
+            pair = self.frames.get(timeout=max(0.001, end - time.monotonic()))
+            if isinstance(pair[1], kind):
+                return pair[1]
+            self.kept.append(pair)
+
+    def forget(self):
+        self.kept.clear()
+        while not self.frames.empty():
+            self.frames.get()
+
+    def close(self):
+        async def go():
+            if self.listener is not None:
+                self.listener.close()
+            for link in list(self.links.values()):
+                link.close()
+            await asyncio.sleep(0.05)
+
+        self.call(go())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(5)
+        self.loop.close()
+
+
+class Rig:
+    """A router, an ingress, one ctx node and one gen node with their pages."""
+
+    def __init__(self, kind, monkey=None, **changes):
+        self.kind, self.closers, self.nodes, self.memory, self.arenas = kind, [], {}, {}, {}
+        self.exchange = Exchange()
+        self.router, self.ingress = Hub("router", "router-1"), Hub("ingress", "ingress-1")
+        self.port = self.router.listen()
+        self.ctx = self.node("ctx", "c0", **changes.get("ctx", {}))
+        self.gen = self.node("gen", "g0", **changes.get("gen", {}))
+
+    def node(self, home, worker, *, faults=False, compat=COMPAT, **changes):
+        boot = secrets.token_hex(4)
+        arena = Arena.create(arena_name("nodetest", worker, boot), layout(), PAGES)
+        kv = KvManager(layout(), PAGES, PAGE, arena.generations)
+        config = NodeConfig(
+            worker=worker, boot=boot, home=home, duty=home, host="127.0.0.1", secret=SECRET, compat=compat,
+            max_num_tokens=64, max_request_tokens=64, core=CORE, heartbeat_s=0.05, report_s=0.1, faults=faults,
+        )  # fmt: skip
+
+        def make(wake, hook):
+            if self.kind == "shm":
+                return [ShmTransport(arena, wake=wake, hook=hook)]
+            return [InProcessTransport(self.exchange, boot, Mapped(arena.pages, arena.generations), hook=hook)]
+
+        node = Node(replace(config, **changes), kv, make)
+        node.address = node.start()
+        self.nodes[worker], self.memory[worker], self.arenas[worker] = node, arena.pages, arena
+        return node
+
+    def follow(self, *nodes):
+        """Let the nodes find the router and obey it."""
+        for node in nodes:
+            node.set_router("127.0.0.1", self.port)
+            self.router.expect(Register)
+            self.router.send(node.config.worker, Epoch(1, "router-1"))
+            self.router.expect(Holding)
+
+    def pair(self):
+        self.router.send("g0", Peers((self.peer(self.ctx),)))
+        until(lambda: self.gen.ready_pairs)
+
+    def peer(self, node):
+        return PeerAddress(node.config.worker, node.config.boot, *node.address)
+
+    def bind(self, num_tokens, seq=1, key=KEY):
+        self.router.send("g0", Bind(seq, *key, self.peer(self.ctx), num_tokens, 8, 1, b"", NAMESPACE))
+
+    def close(self):
+        for node in self.nodes.values():
+            node.stop()
+        self.router.close()
+        self.ingress.close()
+        for arena in self.arenas.values():
+            arena.close()
+            arena.unlink()
+
+
+def until(condition, timeout_s=5.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.002)
+
+
+def submit(num_tokens, leg="prefill", key=KEY, **changes):
+    ids = pack_ids(tuple(range(num_tokens)))
+    frame = Submit(
+        *key, leg, ids, b"", SamplingParams(max_tokens=8), 1, b"", NAMESPACE, 0, 5.0, None, False
+    )  # fmt: skip
+    return replace(frame, **changes)
+
+
+def event(node, kind, timeout_s=5.0):
+    """The next loop event, which must be of this kind."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        node.wait(0.05)
+        for found in node.poll_events():
+            assert isinstance(found, kind), found
+            return found
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def prefill(rig, num_tokens, chunk=8, key=KEY):
+    """Play the ctx loop: fill pages with known bytes, chunk by chunk. Returns the pages."""
+    pages = rig.ctx.kv.allocate(-(-num_tokens // PAGE))
+    for end in [*range(chunk, num_tokens, chunk), num_tokens]:
+        rig.ctx.chunk_launched(key, end == num_tokens, 0.1)
+        for ordinal in range(-(-end // PAGE)):
+            rig.memory["c0"][pages[ordinal]] = (ordinal * 7 + min(end - ordinal * PAGE, PAGE)) % 251
+        rig.ctx.chunk_done(key, pages, end, 0.1)
+    return pages
+
+
+def finish(rig, num_tokens, pages, key=KEY):
+    rig.ctx.prefill_done(key, PrefillResult((FirstToken(3),), num_tokens, stamps={"prefill": 0.1}))
+    rig.ctx.kv.release(pages)
+
+
+@pytest.fixture(params=["in_process", "shm"])
+def rig(request):
+    rig = Rig(request.param)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def one_rig():
+    rigs = []
+
+    def make(kind="shm", **changes):
+        rigs.append(Rig(kind, **changes))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- hand-off
+
+
+def test_a_prompt_goes_from_ingress_over_ctx_to_gen_and_back(rig):
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.send("c0", submit(18))
+    assert event(rig.ctx, Arrived).submit.attempt == 0
+    pages = prefill(rig, 18)
+    assert rig.router.expect(Progress).tokens_total == 18
+    rig.bind(18)
+    assert rig.router.expect(Bound).pages == 5
+    finish(rig, 18, pages)
+    first = rig.ingress.expect(Tokens).deltas[0]
+    assert unpack_ids(first.ids) == [3] and first.stamps == {"prefill": 0.1}
+    admitted = event(rig.gen, Admitted)
+    assert admitted.handoff.num_tokens == 18 and admitted.num_matched_tokens == 0
+    for ordinal, page in enumerate(admitted.pages):
+        expected = rig.memory["c0"][pages[ordinal]]
+        assert np.array_equal(rig.memory["g0"][page], expected) and expected[0] == (ordinal * 7 + (4, 2)[ordinal == 4])
+    until(lambda: rig.ctx.kv.counts().used == 0 and rig.ctx.idle)
+    # the decode leg: tokens wait until the ingress has attached its link, then come merged
+    for i in range(3):
+        rig.gen.tokens([Delta(*KEY, 0, 1 + i, pack_ids((10 + i,)), (), None, None, (), 0, {})])
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("g0", Renew((KEY,), 5.0))
+    rig.gen.tokens([Delta(*KEY, 0, 4, pack_ids((13,)), (), "length", None, (), 0, {})])
+    got = []
+    while len(got) < 4:
+        for delta in rig.ingress.expect(Tokens).deltas:
+            assert delta.start == 1 + len(got)
+            got += unpack_ids(delta.ids)
+    assert got == [10, 11, 12, 13] and delta.finish == "length"
+    rig.gen.kv.release(admitted.pages)
+    rig.gen.ended(KEY, "finished")
+    until(lambda: rig.gen.idle and rig.gen.kv.counts().used == 0)
+    moved = rig.gen.metrics.value("tailrace_transfer_bytes_total", kind="wire", transport=rig.kind, codec="raw")
+    assert moved == 5 * layout().bytes_per_page
+
+
+def test_gen_reads_the_first_chunks_before_the_last_is_computed(rig):
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.send("c0", submit(16))
+    event(rig.ctx, Arrived)
+    pages = rig.ctx.kv.allocate(4)
+    rig.ctx.chunk_launched(KEY, False, 1.0)
+    rig.memory["c0"][pages[0]] = 77
+    rig.ctx.chunk_done(KEY, pages, 6, 1.0)
+    rig.bind(16)
+    until(lambda: rig.gen.metrics.value("tailrace_transfer_bytes_total", kind="wire", transport=rig.kind, codec="raw"))
+    assert rig.ctx.kv.counts().pinned == 2, "the open page is pinned too, but not told"
+    assert (rig.memory["g0"] == 77).all(axis=1).sum() == 1
+    rig.ctx.failed(KEY, "internal", "stopped here", False)
+    rig.ctx.kv.release(pages)
+    assert rig.ingress.expect(Fail).code == "internal"
+    until(lambda: rig.gen.kv.counts().used == 0 and rig.ctx.kv.counts().used == 0)
+
+
+def test_a_cancel_reaches_the_loop_and_frees_both_sides(rig):
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("c0", submit(16))
+    event(rig.ctx, Arrived)
+    pages = prefill(rig, 16)
+    rig.bind(16)
+    rig.router.expect(Bound)
+    rig.ingress.send("c0", Cancel(*KEY, "client"))
+    rig.ingress.send("g0", Cancel(*KEY, "client"))
+    assert event(rig.ctx, Cancelled) == Cancelled(KEY, "client")
+    rig.ctx.kv.release(pages)
+    rig.ctx.ended(KEY, "cancelled")
+    until(lambda: rig.gen.kv.counts().used == 0 and rig.ctx.kv.counts().used == 0)
+    until(lambda: rig.gen.idle and rig.ctx.idle)
+
+
+def test_a_local_prefill_needs_no_peer(one_rig):
+    rig = one_rig()
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("g0", submit(8, leg="local"))
+    assert event(rig.gen, Arrived).submit.leg == "local"
+    rig.gen.tokens([Delta(*KEY, 0, 0, pack_ids((9,)), (), "length", None, (), 0, {})])
+    rig.gen.ended(KEY, "finished")
+    assert rig.ingress.expect(Tokens).deltas[0].finish == "length"
+    until(lambda: rig.gen.idle)
+
+
+def test_a_leg_that_the_duty_excludes_is_refused(one_rig):
+    rig = one_rig()
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("g0", submit(8))
+    refused = rig.ingress.expect(Fail)
+    assert refused.code == "refused" and refused.retryable
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_a_held_transfer_keeps_its_pages_quarantined_after_a_cancel(one_rig):
+    """A1, over shared memory and sockets."""
+    rig = one_rig(gen={"faults": True})
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    rig.router.send("g0", SetFaults(json.dumps({"hold_before_page": 1, "poison": True})))
+    assert event(rig.gen, FaultsSet).poison
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("c0", submit(16))
+    event(rig.ctx, Arrived)
+    pages = prefill(rig, 16)
+    rig.bind(16)
+    until(lambda: rig.gen.kv.counts().held == 4)
+    time.sleep(0.05)
+    rig.ingress.send("g0", Cancel(*KEY, "client"))
+    until(lambda: rig.gen.kv.counts().quarantined > 0)
+    busy = rig.gen.kv.counts().quarantined
+    time.sleep(0.2)
+    assert rig.gen.kv.counts().quarantined == busy
+    rig.router.send("g0", SetFaults("{}"))
+    until(lambda: rig.gen.kv.counts().used == 0)
+    finish(rig, 16, pages)
+
+
+@pytest.mark.parametrize("kind", ["ready", "handoff", "release"])
+def test_a_dropped_frame_is_mended_by_a_renewal(one_rig, kind):
+    rig = one_rig(ctx={"faults": True}, gen={"faults": True})
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    for worker in ("c0", "g0"):
+        rig.router.send(worker, SetFaults(json.dumps({"drop": {kind: 1}})))
+        event(rig.nodes[worker], FaultsSet)
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.send("c0", submit(16))
+    event(rig.ctx, Arrived)
+    pages = prefill(rig, 16)
+    rig.bind(16)
+    rig.router.expect(Bound)
+    finish(rig, 16, pages)
+    admitted = event(rig.gen, Admitted)
+    rig.gen.kv.release(admitted.pages)
+    rig.gen.ended(KEY, "finished")
+
+
+def test_a_failed_read_is_told_to_the_ingress(one_rig):
+    rig = one_rig(gen={"faults": True})
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    rig.router.send("g0", SetFaults(json.dumps({"fail_read": 2})))
+    event(rig.gen, FaultsSet)
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("c0", submit(16))
+    event(rig.ctx, Arrived)
+    pages = prefill(rig, 16)
+    rig.bind(16)
+    rig.router.expect(Bound)
+    rig.ingress.send("g0", Renew((KEY,), 5.0))
+    fail = rig.ingress.expect(Fail)
+    assert fail.code == "transfer" and fail.retryable
+    until(lambda: rig.gen.kv.counts().used == 0)
+    finish(rig, 16, pages)
+
+
+def test_faults_are_not_obeyed_where_the_config_does_not_allow_them(one_rig):
+    rig = one_rig()
+    rig.follow(rig.gen)
+    rig.router.send("g0", SetFaults(json.dumps({"poison": True})))
+    time.sleep(0.1)
+    assert rig.gen.poll_events() == []
+
+
+# ------------------------------------------------------------------------------------------------------- pairing, death
+
+
+def test_a_pair_whose_records_differ_is_refused_by_name_and_both_go_on(one_rig):
+    """A8, A17."""
+    rig = one_rig(ctx={"compat": replace(COMPAT, dtype="float16", groups=("other",))})
+    rig.follow(rig.ctx, rig.gen)
+    rig.router.send("g0", Peers((rig.peer(rig.ctx),)))
+    until(lambda: rig.gen.refused_pairs)
+    (why,) = rig.gen.refused_pairs.values()
+    assert "dtype" in why and "float16" in why and "float32" in why
+    rig.bind(8)
+    assert rig.router.expect(NotNow).why == "pair"
+    until(lambda: rig.gen.metrics.value("tailrace_pairs", state="refused") == 1)
+    rig.router.forget()
+    rig.router.expect(Heartbeat)
+    rig.router.expect(Heartbeat)
+
+
+def test_a_ctx_at_the_address_of_another_boot_is_not_paired(one_rig):
+    """B10, B13."""
+    rig = one_rig()
+    rig.follow(rig.gen)
+    wrong = PeerAddress("c0", "another boot", *rig.ctx.address)
+    rig.router.send("g0", Peers((wrong,)))
+    time.sleep(0.2)
+    assert not rig.gen.ready_pairs
+    rig.router.send("g0", Peers((rig.peer(rig.ctx),)))
+    until(lambda: list(rig.gen.ready_pairs) == [rig.ctx.config.boot])
+
+
+def test_a_bind_to_an_unpaired_ctx_starts_the_pairing(one_rig):
+    rig = one_rig()
+    rig.follow(rig.ctx, rig.gen)
+    rig.bind(8)
+    assert rig.router.expect(NotNow).why == "pair"
+    until(lambda: rig.gen.ready_pairs)
+
+
+def test_a_ctx_that_stops_is_paired_anew_after_its_restart(one_rig):
+    rig = one_rig()
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    old = rig.ctx.config.boot
+    rig.ctx.stop()
+    until(lambda: not rig.gen.ready_pairs)
+    rig.router.send("g0", Deaths((old,)))
+    rig.ctx = rig.node("ctx", "c0", port=rig.ctx.address[1])
+    rig.router.send("g0", Peers((rig.peer(rig.ctx),)))
+    until(lambda: list(rig.gen.ready_pairs) == [rig.ctx.config.boot])
+
+
+def test_what_a_dead_ctx_announced_is_decoded_after_its_generation_numbers_were_checked(one_rig):
+    rig = one_rig(gen={"faults": True})
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    rig.router.send("g0", SetFaults(json.dumps({"hold_before_page": 1})))
+    event(rig.gen, FaultsSet)
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.send("c0", submit(16))
+    event(rig.ctx, Arrived)
+    pages = prefill(rig, 16)
+    rig.bind(16)
+    rig.router.expect(Bound)
+    finish(rig, 16, pages)
+    rig.ingress.expect(Tokens)
+    time.sleep(0.1)
+    rig.ctx.stop()
+    rig.router.send("g0", Deaths((rig.ctx.config.boot,)))
+    time.sleep(0.1)
+    rig.router.send("g0", SetFaults("{}"))
+    found = []
+    until(lambda: found.extend(rig.gen.poll_events()) or any(isinstance(e, Admitted) for e in found))
+    admitted = next(e for e in found if isinstance(e, Admitted))
+    assert np.array_equal(rig.memory["g0"][list(admitted.pages)], rig.memory["c0"][pages])
+    rig.gen.kv.release(admitted.pages)
+    rig.gen.ended(KEY, "finished")
+    until(lambda: rig.gen.kv.counts().used == 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- router
+
+
+def test_the_first_router_of_an_epoch_is_kept_and_others_are_refused(one_rig):
+    rig = one_rig()
+    rig.gen.set_router("127.0.0.1", rig.port)
+    register = rig.router.expect(Register)
+    assert (register.epoch, register.router_boot) == (0, "")
+    rig.router.send("g0", Epoch(5, "r5"))
+    rig.router.expect(Holding)
+    for offer in (Epoch(4, "r4"), Epoch(5, "other")):
+        rig.router.send("g0", offer)
+        assert rig.router.expect(EpochRefused) == EpochRefused(5, "r5")
+    rig.router.send("g0", Epoch(6, "r6"))
+    rig.router.forget()
+    rig.router.expect(Holding)
+
+
+def test_frames_of_a_router_that_is_not_obeyed_are_dropped(one_rig):
+    rig = one_rig()
+    rig.gen.set_router("127.0.0.1", rig.port)
+    rig.router.expect(Register)
+    rig.router.send("g0", Drain(5.0))
+    time.sleep(0.1)
+    assert rig.gen.poll_events() == []
+    assert rig.gen.metrics.value("tailrace_stale_frames_total") == 1
+
+
+def test_a_node_dials_again_and_tells_a_new_router_the_whole_set(one_rig):
+    rig = one_rig()
+    rig.follow(rig.ctx)
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.send("c0", submit(16))
+    event(rig.ctx, Arrived)
+    pages = prefill(rig, 16, chunk=16)
+    rig.router.expect(Progress)
+    rig.router.close()
+    rig.router = Hub("router", "router-2")
+    rig.port = rig.router.listen()
+    rig.ctx.set_router("127.0.0.1", rig.port)
+    register = rig.router.expect(Register)
+    assert (register.epoch, register.router_boot) == (1, "router-1")
+    rig.router.send("c0", Epoch(2, "router-2"))
+    (held,) = rig.router.expect(Holding).requests
+    assert (held.request, held.pages, held.needs, held.leg) == (KEY[0], 4, 4, "prefill")
+    assert rig.router.expect(Progress).tokens_ready == 16
+    finish(rig, 16, pages)
+
+
+def test_heartbeats_carry_the_age_of_the_loops_stamp(one_rig):
+    rig = one_rig()
+    rig.follow(rig.gen)
+    rig.gen.loop_stats.stamp = time.monotonic() - 9.0
+    rig.gen.loop_stats.phase = "run"
+    rig.router.forget()
+    beat = rig.router.expect(Heartbeat)
+    assert 8.5 < beat.stamp_age_s < 10 and beat.phase == "run" and beat.free_pages == PAGES - 1
+
+
+def test_statistics_become_prometheus_text(one_rig):
+    rig = one_rig()
+    rig.follow(rig.gen)
+    text = exposition([rig.router.expect(Stats)]).decode()
+    assert 'tailrace_pages{model="",pool="kv",role="gen",state="free",worker="g0"} 16.0' in text
+
+
+def test_a_drain_is_told_to_loop_and_router_and_refuses_new_work(one_rig):
+    rig = one_rig()
+    rig.follow(rig.ctx)
+    rig.ctx.drain(7.0)
+    assert event(rig.ctx, DrainAsked) == DrainAsked(7.0)
+    assert rig.router.expect(Drain) == Drain(7.0)
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.send("c0", submit(8))
+    assert rig.ingress.expect(Fail).code == "refused"
+
+
+def test_a_boot_that_was_declared_dead_ends_its_process(one_rig):
+    rig = one_rig()
+    rig.follow(rig.gen)
+    rig.router.send("g0", Deaths((rig.gen.config.boot,)))
+    with pytest.raises(NodeFailed, match="declared dead"):
+        until(lambda: rig.gen.poll_events() and False)
+
+
+# ------------------------------------------------------------------------------------------------------ life and death
+
+
+def test_an_ingress_that_falls_silent_loses_its_requests(one_rig):
+    rig = one_rig()
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("g0", submit(8, leg="local", lease_s=0.2))
+    event(rig.gen, Arrived)
+    assert event(rig.gen, Cancelled).reason == "lease"
+
+
+def test_a_taken_port_is_named(one_rig):
+    rig = one_rig()
+    with pytest.raises(NodeFailed, match=str(rig.gen.address[1])):
+        rig.node("gen", "g1", port=rig.gen.address[1])
+
+
+def test_a_transport_that_the_worker_lacks_is_refused(one_rig):
+    rig = one_rig()
+    with pytest.raises(ConfigError, match="nixl"):
+        rig.node("gen", "g2", transport="nixl")
+
+
+def test_a_stopped_node_leaves_no_thread(one_rig):
+    before = threading.active_count()
+    rig = one_rig("in_process")
+    rig.close()
+    until(lambda: threading.active_count() <= before)
+    rig.nodes.clear()
+    rig.arenas.clear()
+    rig.router, rig.ingress = Hub("router", "x"), Hub("ingress", "y")

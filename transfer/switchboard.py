@@ -1,0 +1,574 @@
+"""Frames in, cores, actions out: everything of a worker's node that happens on the transfer thread's event loop.
+
+    an ingress   Submit Renew Cancel  ->  cores        Tokens, Fail through the outbox, which merges
+    the router   Bind Cancel Deaths Drain Peers SetFaults  ->  cores, pairing (link: router_session.py)
+    a gen        Hello Want Release Fail  ->  ctx core        a ctx  Ready Handoff Valid Expired Fail  ->  gen core
+    transports   ReadDone PostDone LandedIn  ->  cores
+
+It decides nothing of the protocol. Not thread-safe: node.py carries calls over. An exception out of it ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tailrace.kv_cache.manager import KvManager
+from tailrace.model.errors import ConfigError, WorkerError
+from tailrace.transfer import core_events as ce
+from tailrace.transfer.ctx_core import CtxCore
+from tailrace.transfer.faults import FaultPlan, Faults
+from tailrace.transfer.gen_core import GenCore
+from tailrace.transfer.links import Identity, Link
+from tailrace.transfer.loop_events import DrainAsked, FaultsSet, Key, LoopEvent, LoopStats
+from tailrace.transfer.messages import (
+    Bind,
+    Cancel,
+    CompatRecord,
+    Deaths,
+    Delta,
+    Drain,
+    Expired,
+    Fail,
+    Handoff,
+    Heartbeat,
+    Hello,
+    Holding,
+    LandingGrant,
+    Peers,
+    Ready,
+    Refuse,
+    Register,
+    Release,
+    Renew,
+    SetFaults,
+    Stats,
+    Submit,
+    Valid,
+    Want,
+)
+from tailrace.transfer.metrics import Metrics
+from tailrace.transfer.node_stats import (
+    TransferRate,
+    set_chunk_gauges,
+    set_loop_gauges,
+    set_page_gauges,
+    set_pair_gauges,
+    set_transfer_gauges,
+)
+from tailrace.transfer.outbox import Outbox
+from tailrace.transfer.pairing import PairDialer, answer_hello
+from tailrace.transfer.router_session import RouterSession
+from tailrace.transfer.transports.base import LandedIn, PostDone, ReadDone, Transport
+
+log = logging.getLogger(__name__)
+
+FULL_LINK_BYTES = 1 << 20  # an ingress link with this much unsent gets no more until it drains
+FULL_LINK_RETRY_S = 0.01
+_FAULT_KINDS: dict[type, str] = {Ready: "ready", Handoff: "handoff", Release: "release"}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """One worker's identity and what its node needs to know.
+
+    Attributes:
+        worker, boot: its stable name, and this process group's boot id.
+        home: ctx | gen, its Serve pool.  duty: ctx | gen | both, what it hosts.
+        host: the address that it binds and tells its peers.  port: 0 for any free one.
+        model: served name, a metric label.  compat: compared with every peer.
+        max_num_tokens: tokens a step.  max_request_tokens: of one prompt and its output.
+        transport: `auto` or the name of one.
+        heartbeat_s, report_s: periods of Heartbeat, and of the whole set and statistics.
+        faults: tests only: obey SetFaults.
+    """
+
+    worker: str
+    boot: str
+    home: str
+    duty: str
+    host: str
+    secret: bytes
+    compat: CompatRecord
+    max_num_tokens: int
+    max_request_tokens: int
+    port: int = 0
+    model: str = ""
+    transport: str = "auto"
+    core: ce.CoreConfig = field(default_factory=ce.CoreConfig)
+    heartbeat_s: float = 0.5
+    report_s: float = 1.0
+    faults: bool = False
+
+    def __post_init__(self) -> None:
+        if self.duty not in ("ctx", "gen", "both"):
+            raise ConfigError(f"duty: {self.duty!r} is none of ctx, gen, both")
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.home, self.worker, self.boot)
+
+
+class DeclaredDead(WorkerError):
+    """The router and the peers have dropped this boot id: the process must end, so that a new one can take over."""
+
+
+class Switchboard:
+    """See the module.
+
+    Args:
+        kv: the worker's page books.
+        transports: those that may be used, in order of preference.
+        to_loop: hands an event to the worker's loop.
+        loop_stats: overwritten by the loop, read here.
+        faults: None unless the config allows them.
+        news: set whenever a transport may have something.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        kv: KvManager,
+        transports: Sequence[Transport],
+        metrics: Metrics,
+        loop_stats: LoopStats,
+        to_loop: Callable[[LoopEvent], None],
+        faults: Faults | None,
+        news: asyncio.Event,
+        clock: Callable[[], float],
+    ) -> None:
+        self.config, self.kv, self.metrics = config, kv, metrics
+        self.port = config.port
+        self._transports, self._to_loop, self._faults, self._clock = transports, to_loop, faults, clock
+        self._loop_stats, self._news = loop_stats, news
+        self._ctx = CtxCore(kv, config.core) if config.duty != "gen" else None
+        self._gen = GenCore(kv, self, config.core, lambda: loop_stats.headroom_pages) if config.duty != "ctx" else None
+        self._cores: list[CtxCore | GenCore] = [core for core in (self._ctx, self._gen) if core is not None]
+        me = config.identity
+        self.pairs = PairDialer(config.worker, me, config.secret, config.compat, transports, self)
+        self.session = RouterSession(
+            me, config.secret, self, heartbeat_s=config.heartbeat_s, report_s=config.report_s
+        )  # fmt: skip
+        self.outbox = Outbox(config.core.request_lease_s)
+        self._links: set[Link] = set()
+        self._gens: dict[str, Link] = {}  # boot of a gen that said Hello -> its link
+        self._by_boot: dict[str, Transport] = {}  # how each ctx is read
+        self._reads: dict[int, Key] = {}
+        self._swallowed: list[LandedIn] = []  # by the fault DROP landed: given back when their pair ends
+        self._abandoned: dict[int, str] = {}  # reads that nobody wants -> boot
+        self._rate = TransferRate()
+        self._drain_s: float | None = None
+        self._flush_due = self._flush_late = False
+        self._checked = True
+
+    # --------------------------------------------------------------------------------------------------- cores, actions
+
+    def feed(self, core: CtxCore | GenCore | None, event: Any) -> None:
+        """One event into one core, and everything that follows."""
+        if core is None:
+            self.stale_frame()
+            return
+        self._checked = False
+        for action in core.handle(event, self._clock()):
+            self._act(action, core)
+
+    def feed_all(self, event: Any) -> None:
+        for core in self._cores:
+            self.feed(core, event)
+
+    def _owner_of(self, key: Key) -> CtxCore | GenCore | None:
+        return next((core for core in self._cores if key in core), None)
+
+    def _act(self, action: ce.Action, core: CtxCore | GenCore) -> None:
+        match action:
+            case ce.ToPeer():
+                self._to_peer(action.boot, action.frame, to_gen=core is self._ctx)
+            case ce.ToRouter():
+                self.session.send(action.frame)
+            case ce.ToIngress():
+                self._tell(action.key, action.item)
+            case ce.ToLoop():
+                self._to_loop(action.event)
+            case ce.Measure():
+                self.metrics.add(action.metric, action.value, **action.labels)
+            case ce.StartRead():
+                self._reads[action.job.job] = action.job.key
+                self._rate.started(self._clock())
+                self._by_boot[action.job.boot].read(action.job)
+                self._news.set()
+            case ce.AbandonRead():
+                self._abandoned[action.job] = action.boot
+                self._by_boot[action.boot].abandon(action.boot, action.job)
+                self._news.set()
+            case ce.StartPost():
+                self._landing().post(action.job)
+                self._news.set()
+            case ce.DropLanded():
+                self._by_boot[action.boot].drop_landed(action.boot, action.landed)
+            case ce.ClosePair():
+                self._end_pair(action.boot)
+                self.pairs.retire(action.boot)
+            case ce.ResetPair():
+                self._end_pair(action.boot)
+                self.pairs.reset(action.boot)
+
+    def _tell(self, key: Key, item: Delta | Fail) -> None:
+        self.outbox.put(key, item)
+        self._flush_soon()
+
+    def _landing(self) -> Transport:
+        return next(t for t in self._transports if t.units_per_grant)
+
+    def _end_pair(self, boot: str) -> None:
+        transport = self._by_boot.pop(boot, None)
+        if transport is None:
+            return
+        transport.disconnect(boot)
+        self._news.set()
+        for event in [e for e in self._swallowed if e.boot == boot]:
+            self._swallowed.remove(event)
+            transport.drop_landed(boot, event.landed)
+
+    def _to_peer(self, boot: str, frame: Any, *, to_gen: bool) -> None:
+        copies, delay = 1, 0.0
+        if self._faults is not None:
+            if isinstance(frame, Want) and self._faults.hushes(frame):
+                return
+            kind = _FAULT_KINDS.get(type(frame))
+            if kind is not None:
+                copies, delay = self._faults.frame(kind)
+        for _ in range(copies):
+            if delay:
+                asyncio.get_running_loop().call_later(delay, self._send_peer, boot, frame, to_gen)
+            else:
+                self._send_peer(boot, frame, to_gen)
+
+    def _send_peer(self, boot: str, frame: Any, to_gen: bool) -> None:
+        """To a gen that reads here, or to a ctx that is read."""
+        if not to_gen:
+            self.pairs.send(boot, frame)
+        elif boot in self._gens:
+            self._gens[boot].send(frame)
+
+    # -------------------------------------------------------------------------------------------------------- the loop
+
+    def from_loop(self, event: Any) -> None:
+        """An event of core_events, or a tuple of deltas."""
+        if isinstance(event, tuple):
+            for delta in event:
+                key = (delta.request, delta.attempt)
+                if self._gen is not None and self._gen.runs(key):  # else it was cancelled meanwhile
+                    self.outbox.put(key, delta)
+            self._flush_soon()
+        elif isinstance(event, ce.LoopEnded | ce.LoopFailed):
+            core = self._owner_of(event.key)
+            if core is not None:
+                self.feed(core, event)
+        else:
+            self.feed(self._ctx, event)
+
+    # ------------------------------------------------------------------------------------------------- accepted links
+
+    def link_opened(self, link: Link) -> None:
+        self._links.add(link)
+
+    def link_closed(self, link: Link, reason: str) -> None:
+        self._links.discard(link)
+        self.outbox.detach(link)
+        if self._gens.get(link.peer.boot) is link:
+            del self._gens[link.peer.boot]
+
+    def link_frame(self, link: Link, frame: Any) -> None:
+        """A frame of an ingress or of a gen."""
+        if isinstance(frame, Submit | Renew | Cancel):
+            self._ingress_frame(link, frame)
+        elif isinstance(frame, Hello):
+            self._hello(link, frame)
+        elif isinstance(frame, Refuse):
+            fields = {"worker": link.peer.process, "field": frame.field, "mine": frame.theirs, "theirs": frame.mine}
+            log.error("pair_refused", extra={"fields": fields})
+            link.close("the pair was refused")
+        elif self._gens.get(link.peer.boot) is link:
+            self.feed(self._ctx, ce.FromPeer(link.peer.boot, frame))
+        else:
+            self.stale_frame()
+
+    def _ingress_frame(self, link: Link, frame: Submit | Renew | Cancel) -> None:
+        event = ce.FromIngress(frame)
+        if isinstance(frame, Submit):
+            key = (frame.request, frame.attempt)
+            core = self._gen if frame.leg == "local" else self._ctx
+            self.outbox.attach(key, link)
+            if core is None:
+                message = f"a worker of duty {self.config.duty} takes no leg {frame.leg!r}"
+                self._tell(key, Fail(*key, "refused", message, True))
+            else:
+                self.feed(core, event)
+            return
+        if isinstance(frame, Renew):
+            for key in frame.keys:
+                if self._owner_of(key) is not None:
+                    self.outbox.attach(key, link)
+                else:
+                    self.outbox.reattach(key, link)
+            self._flush_soon()
+        else:
+            self.outbox.drop((frame.request, frame.attempt))
+        self.feed_all(event)
+
+    def _hello(self, link: Link, hello: Hello) -> None:
+        config = self.config
+        if self._ctx is None or hello.boot != link.peer.boot:
+            answer: Hello | Refuse = Refuse("duty", config.duty, "a worker to read from")
+        else:
+            answer = answer_hello(hello, config.worker, config.boot, config.compat, self._transports)
+        link.send(answer)
+        if isinstance(answer, Refuse):
+            fields = {"worker": hello.worker, "field": answer.field, "mine": answer.mine, "theirs": answer.theirs}
+            log.error("pair_refused", extra={"fields": fields})
+            link.close("the pair was refused")
+            return
+        self._gens[link.peer.boot] = link
+
+    # ------------------------------------------------------------------------------------------- pairs (PairEvents)
+
+    def pair_up(self, boot: str, transport: Transport) -> None:
+        self._by_boot[boot] = transport
+        landing = transport.units_per_grant > 0
+        up = ce.PairUp(boot, transport.name, landing, transport.reads_survive_death, transport.units_per_grant)
+        self.feed(self._gen, up)
+
+    def pair_down(self, boot: str) -> None:
+        self.feed(self._gen, ce.PairDown(boot))
+
+    def peer_frame(self, link: Link, frame: Any) -> None:
+        """A frame of a ctx that is paired."""
+        if isinstance(frame, Ready | Handoff | Valid | Expired | Fail):
+            self.feed(self._gen, ce.FromPeer(link.peer.boot, frame))
+        else:
+            self.stale_frame()
+
+    # --------------------------------------------------------------------------------------------- the gen core's Wire
+
+    def grants(self, key: Key, boot: str, n: int) -> tuple[LandingGrant, ...]:
+        transport = self._by_boot.get(boot)
+        if transport is None:
+            return ()
+        self._news.set()
+        return transport.grants(key, boot, n)
+
+    def reclaim(self, key: Key, boot: str) -> None:
+        transport = self._by_boot.get(boot)
+        if transport is not None:
+            transport.reclaim(key, boot)
+
+    def still_valid(self, boot: str, seen: tuple[tuple[int, int], ...]) -> bool:
+        transport = self._by_boot.get(boot)
+        return transport is not None and transport.still_valid(boot, seen)
+
+    # ---------------------------------------------------------------------------------------------------- transports
+
+    def poll(self) -> bool:
+        """Take what the transports have; True if there may be more soon."""
+        busy = False
+        for transport in self._transports:
+            for event in transport.poll():
+                self._transport_event(event)
+            busy = busy or transport.busy()
+        return busy
+
+    def _transport_event(self, event: ReadDone | PostDone | LandedIn) -> None:
+        if isinstance(event, PostDone):
+            self.feed(self._ctx, event)
+            return
+        if isinstance(event, ReadDone):
+            self._reads.pop(event.job, None)
+            self._abandoned.pop(event.job, None)
+            self._rate.ended(len(event.units_ok) * self.kv.layout.bytes_per_page, self._clock())
+            self.feed(self._gen, event)
+            return
+        copies, delay = (1, 0.0) if self._faults is None else self._faults.frame("landed")
+        if not copies:
+            self._swallowed.append(event)
+        elif delay:
+            asyncio.get_running_loop().call_later(delay, self.feed, self._gen, event)
+        else:
+            self.feed(self._gen, event)
+
+    # ------------------------------------------------------------------------------------------------ outbox to ingress
+
+    def _flush_soon(self) -> None:
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        """One Tokens frame a link; what waits for a full link is tried again soon."""
+        self._flush_due = False
+        for link, frame in self.outbox.flush(_takes):
+            link.send(frame)
+        if self.outbox.waits_for_link and not self._flush_late:
+            self._flush_late = True
+            asyncio.get_running_loop().call_later(FULL_LINK_RETRY_S, self._flush_again)
+
+    def _flush_again(self) -> None:
+        self._flush_late = False
+        self.flush()
+
+    # ------------------------------------------------------------------------------------ the router (SessionOwner)
+
+    def register(self, epoch: int, router_boot: str) -> Register:
+        config, layout = self.config, self.kv.layout
+        return Register(
+            worker=config.worker,
+            boot=config.boot,
+            home=config.home,
+            duty=config.duty,
+            host=config.host,
+            port=self.port,
+            total_pages=self.kv.counts().total,
+            tokens_per_page=layout.tokens_per_page,
+            max_num_tokens=config.max_num_tokens,
+            max_request_tokens=config.max_request_tokens,
+            compat=config.compat,
+            epoch=epoch,
+            router_boot=router_boot,
+        )
+
+    def heartbeat(self) -> Heartbeat:
+        stats, counts = self._loop_stats, self.kv.counts()
+        return Heartbeat(
+            worker=self.config.worker,
+            boot=self.config.boot,
+            phase=stats.phase,
+            stamp_age_s=max(0.0, self._clock() - stats.stamp),
+            free_pages=counts.free + counts.cached,
+            used_pages=counts.used,
+            running=stats.running,
+            queued=stats.queued,
+            queue_age_s=stats.queue_age_s,
+            prefill_tokens_queued=stats.prefill_tokens_queued,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            transfer_bytes_per_s=self._rate.bytes_per_s,
+            pairs=tuple(self.pairs.ready),
+        )
+
+    def whole_set(self) -> Holding:
+        seen = self._gen.last_bind_seq if self._gen is not None else 0
+        held = tuple(held for core in self._cores for held in core.holding())
+        return Holding(self.config.worker, self.config.boot, seen, held)
+
+    def stats(self) -> Stats:
+        metrics, now = self.metrics, self._clock()
+        set_page_gauges(metrics, self.kv.counts())
+        set_loop_gauges(metrics, self._loop_stats)
+        oldest = self._gen.oldest_bound_at() if self._gen is not None else None
+        in_flight, queued = sum(core.in_flight() for core in self._cores), sum(core.jobs() for core in self._cores)
+        set_transfer_gauges(metrics, in_flight, queued, 0.0 if oldest is None else now - oldest)
+        set_chunk_gauges(metrics, (transport.counts() for transport in self._transports))
+        if self._gen is not None:
+            set_pair_gauges(metrics, len(self.pairs.ready), len(self.pairs.refused), self.pairs.num_wanted)
+        metrics.add("tailrace_draining", 0 if self._drain_s is None else 1)
+        return Stats(self.config.home, self.config.worker, metrics.families())
+
+    def router_up(self) -> None:
+        self.feed_all(ce.RouterUp())
+        if self._drain_s is not None:
+            self.session.send(Drain(self._drain_s))
+
+    def router_frame(self, frame: Any) -> None:
+        """A frame of the router that is obeyed (or Peers of any)."""
+        match frame:
+            case Peers():
+                self.pairs.want(frame.peers)
+            case Bind():
+                self.pairs.also(frame.ctx)
+                self.feed(self._gen, ce.FromRouter(frame))
+            case Deaths():
+                self._deaths(frame)
+            case Drain():
+                self.drain(frame.limit_s)
+            case Cancel():
+                self.outbox.drop((frame.request, frame.attempt))
+                self.feed_all(ce.FromRouter(frame))
+            case SetFaults():
+                self._set_faults(frame.faults)
+            case _:
+                self.stale_frame()
+
+    def stale_frame(self) -> None:
+        self.metrics.add(ce.Metric.STALE_FRAMES)
+
+    def _deaths(self, frame: Deaths) -> None:
+        if self.config.boot in frame.boots:
+            raise DeclaredDead(f"boot {self.config.boot} was declared dead")
+        for boot in frame.boots:
+            if self._faults is not None:
+                for job in [job for job, peer in self._abandoned.items() if peer == boot]:
+                    self._faults.lift(self._reads[job])
+            link = self._gens.pop(boot, None)
+            if link is not None:
+                link.close("the peer is dead")
+                for transport in self._transports:
+                    transport.disconnect(boot)
+            self.pairs.retire(boot)
+        self.feed_all(ce.FromRouter(frame))
+
+    def drain(self, limit_s: float) -> None:
+        """Take nothing new; what runs goes on. The router is told, so that it binds elsewhere."""
+        if self._drain_s is None:
+            self._drain_s = limit_s
+            self.feed_all(ce.FromRouter(Drain(limit_s)))
+            self._to_loop(DrainAsked(limit_s))
+            self.session.send(Drain(limit_s))
+
+    def _set_faults(self, text: str) -> None:
+        if self._faults is None:
+            log.error("faults_not_allowed", extra={"fields": {"faults": text}})
+            return
+        try:
+            plan = FaultPlan.parse(text)
+        except ValueError as error:
+            log.error("faults_refused", extra={"fields": {"reason": str(error)}})
+            return
+        log.warning("faults_set", extra={"fields": {"faults": text}})
+        self._faults.set(plan)
+        self._news.set()
+        self._to_loop(FaultsSet(plan.poison))
+
+    # ------------------------------------------------------------------------------------------------------------- time
+
+    def tick(self) -> None:
+        """Time has passed; at least ten times a second."""
+        for core in self._cores:
+            for action in core.handle(ce.Tick(), self._clock()):
+                self._act(action, core)
+        self.outbox.expire(self._clock(), lambda key: self._owner_of(key) is not None)
+        for boot in self.pairs.surplus():
+            if self._gen is None or not self._gen.uses(boot):
+                self._end_pair(boot)
+                self.pairs.retire(boot)
+        if not self._checked and self.idle:
+            self._checked = True
+            self.kv.check()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held here for anybody."""
+        return all(core.idle for core in self._cores) and not self.outbox.pending
+
+    async def close(self) -> None:
+        """Every link, pair and transport."""
+        await self.pairs.close()
+        self.flush()
+        for link in tuple(self._links):
+            link.close("the worker stops")
+        for transport in self._transports:
+            transport.close()
+
+
+def _takes(link: Link) -> bool:
+    return not link.closed and link.buffered < FULL_LINK_BYTES
