@@ -84,9 +84,10 @@ class _Worker:
         self._supervisor.check()
 
     async def __del__(self) -> None:
-        """Serve awaits this when it takes the replica away: the rank refuses new work, then ends in order."""
+        """Serve awaits this when it takes the replica away: the rank refuses new work, finishes what it
+        holds for others, then ends in order."""
         if self._supervisor.well:
-            self._supervisor.drain(self._config.drain_limit_s)
+            await self._supervisor.drain(self._config.drain_limit_s)
         await self._supervisor.stop()
 
 

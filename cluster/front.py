@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import uvicorn
 from tailrace.cluster.config import TailraceConfig
 from tailrace.cluster.discovery import ROUTER, Directory
 from tailrace.cluster.sizes import derive
+from tailrace.cluster.spec import new_boot
 from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.model.errors import ConfigError, PeerError
 from tailrace.model.source import ModelSource, open_source
@@ -36,11 +36,6 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 HTTP_GRACE_S = 1
 PORT_POLL_S = 0.2
-
-
-def new_boot() -> str:
-    """A boot id: random for every start of a process."""
-    return secrets.token_hex(8)
 
 
 def ingress_config(config: TailraceConfig, source: ModelSource, process: str) -> IngressConfig:

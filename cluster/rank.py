@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STAMP_PERIOD_S = 0.1
+DRAIN_POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 Report = Callable[[dict[str, Any]], None]
@@ -121,13 +122,20 @@ def _lines(fd: int) -> Iterator[dict[str, Any]]:
         yield from (json.loads(line) for line in complete)
 
 
-def _obey(worker: Worker, messages: Iterator[dict[str, Any]]) -> None:
+def _obey(worker: Worker, messages: Iterator[dict[str, Any]], report: Report) -> None:
     """What the supervisor says. The end of it means that the supervisor is gone, and the kernel sees to that."""
     for message in messages:
         if "router" in message:
             worker.set_router(message["router"])
         if "drain" in message:
             worker.drain(float(message["drain"]))
+            threading.Thread(target=_tell_drained, args=(worker, report), daemon=True, name="drain").start()
+
+
+def _tell_drained(worker: Worker, report: Report) -> None:
+    while not worker.idle:
+        time.sleep(DRAIN_POLL_S)
+    report({"drained": True})
 
 
 def main() -> None:
@@ -146,7 +154,7 @@ def main() -> None:
 
     messages = _lines(0)
     spec = RankSpec.from_json(next(messages))
-    run_rank(spec, report, stamp.write, lambda worker: _obey(worker, messages))
+    run_rank(spec, report, stamp.write, lambda worker: _obey(worker, messages, report))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,17 @@ The secret travels here, over the stdin of a child, and so stands in no command 
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from tailrace.cluster.config import TailraceConfig, load_config
 from tailrace.model.errors import ConfigError
+
+
+def new_boot() -> str:
+    """A boot id: random for every start of a process."""
+    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True)

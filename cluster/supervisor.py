@@ -6,7 +6,8 @@ restart anything: whoever runs it (Ray Serve, a test) replaces the whole worker,
 dies, its rank process is killed by the kernel (parent-death signal).
 
 Channel to the rank, JSON lines: on its stdin the spec, then {"router": {host, port, boot}} whenever that changes,
-{"drain": seconds}; on the report pipe {"ready": {boot, host, port, pid}} once, or {"failed": "why"} before it exits.
+{"drain": seconds}; on the report pipe {"ready": {boot, host, port, pid}} once, {"drained": true} when a drain is over,
+or {"failed": "why"} before it exits.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._stamp = ProgressStamp.create()
         self._tasks: list[asyncio.Task[None]] = []
-        self._reported = asyncio.Event()
+        self._reported, self._drained = asyncio.Event(), asyncio.Event()
         self._stopping = False
         self._published: Entry = {}
 
@@ -115,9 +116,12 @@ class Supervisor:
         self._signal(signal.SIGKILL)
         raise WorkerError(f"worker {self.spec.name}: {self.failure or reason}")
 
-    def drain(self, limit_s: float) -> None:
-        """Ask the rank to take nothing new and to finish what runs within `limit_s`."""
+    async def drain(self, limit_s: float) -> bool:
+        """Ask the rank to take nothing new, and wait until it holds nothing for anybody; False after `limit_s`."""
         self._send({"drain": limit_s})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._drained.wait(), limit_s)
+        return self._drained.is_set()
 
     async def wait(self) -> int:
         """Exit status of the rank, when it ends."""
@@ -169,6 +173,8 @@ class Supervisor:
                     self.ready = RankReady(**report["ready"])
                 elif "failed" in report:
                     self.failure = str(report["failed"])
+                elif "drained" in report:
+                    self._drained.set()
                 self._reported.set()
         finally:
             transport.close()

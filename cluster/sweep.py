@@ -71,7 +71,7 @@ def kill_members(folder: Path, spare: frozenset[int] = frozenset(), limit_s: flo
 
 def orphan_arenas(app: str, directory: Path = SHARED_MEMORY) -> list[Path]:
     """Page arenas of the application that no living process has mapped for writing."""
-    names = {str(path): path for path in directory.glob(f"tailrace-{app}*-*")}
+    names = {str(path): path for path in directory.glob(f"tailrace-{app}-*")}
     if not names:
         return []
     for entry in PROC.iterdir():

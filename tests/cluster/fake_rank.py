@@ -56,4 +56,6 @@ while True:
     if line:
         with (directory / "heard").open("a") as heard:
             heard.write(line)
+        if "drain" in line and behaviour == "drains":
+            say({"drained": True})
     time.sleep(0.02)

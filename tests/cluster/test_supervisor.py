@@ -153,8 +153,19 @@ async def test_the_router_is_told_when_known_and_again_when_it_changes(tmp_path)
     await until(lambda: heard() == [{"router": first}])
     s.directory.publish("router", second)
     await until(lambda: heard() == [{"router": first}, {"router": second}])
-    s.drain(5.0)
-    await until(lambda: heard()[2:] == [{"drain": 5.0}])
+    await s.stop()
+
+
+async def test_a_drain_ends_when_the_rank_says_so_or_at_its_limit(tmp_path):
+    s = supervisor(tmp_path, "drains")
+    await s.start()
+    assert await s.drain(5.0)
+    await s.stop()
+    s = supervisor(tmp_path, "lives")
+    await s.start()
+    started = time.monotonic()
+    assert not await s.drain(0.3)
+    assert time.monotonic() - started < 2
     await s.stop()
 
 
