@@ -72,7 +72,7 @@ class Engine:
     @torch.inference_mode()
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole pages; all of src is read before dst is written."""
-        self._pool.kv[torch.tensor(dst)] = self._pool.kv[torch.tensor(src)]
+        self._pool.kv[torch.tensor(dst, dtype=torch.int64)] = self._pool.kv[torch.tensor(src, dtype=torch.int64)]
 
     @torch.inference_mode()
     def poison(self, pages: Sequence[int]) -> None:
