@@ -57,7 +57,8 @@ def answer_hello(
         if transport.name not in hello.transports:
             continue
         try:
-            transport.connect(hello.boot, hello.transports[transport.name])
+            if transport.units_per_grant:  # only one that writes to its reader must reach it
+                transport.connect(hello.boot, hello.transports[transport.name])
         except PeerError as error:
             fields = {"worker": hello.worker, "transport": transport.name, "reason": str(error)}
             log.info("transport_not_usable", extra={"fields": fields})
@@ -82,14 +83,15 @@ class PairDialer:
     Args:
         worker: our name; `me` and `secret` are for the links.
         transports: in order of preference; all that may be used.
+        news: set when they must be polled: a probe comes in like anything else.
     """
 
     def __init__(
         self, worker: str, me: Identity, secret: bytes, compat: CompatRecord, transports: Sequence[Transport],
-        events: PairEvents,
+        events: PairEvents, news: asyncio.Event,
     ) -> None:  # fmt: skip
         self._worker, self._me, self._secret, self._compat = worker, me, secret, compat
-        self._transports, self._events = transports, events
+        self._transports, self._events, self._news = transports, events, news
         self._wanted: dict[str, PeerAddress] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._links: dict[str, Link] = {}
@@ -215,6 +217,7 @@ class PairDialer:
             transport.connect(boot, info)
         except PeerError as error:
             return str(error)
+        self._news.set()
         if await asyncio.get_running_loop().run_in_executor(None, transport.probe, boot):
             return None
         transport.disconnect(boot)

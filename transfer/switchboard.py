@@ -5,7 +5,8 @@
     a gen        Hello Want Release Fail  ->  ctx core        a ctx  Ready Handoff Valid Expired Fail  ->  gen core
     transports   ReadDone PostDone LandedIn  ->  cores
 
-It decides nothing of the protocol. Not thread-safe: node.py carries calls over. An exception out of it ends the process.
+It decides nothing of the protocol. Not thread-safe: node.py carries calls over. An exception out of it ends the
+process.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Switchboard:
         self._gen = GenCore(kv, self, config.core, lambda: loop_stats.headroom_pages) if config.duty != "ctx" else None
         self._cores: list[CtxCore | GenCore] = [core for core in (self._ctx, self._gen) if core is not None]
         me = config.identity
-        self.pairs = PairDialer(config.worker, me, config.secret, config.compat, transports, self)
+        self.pairs = PairDialer(config.worker, me, config.secret, config.compat, transports, self, news)
         self.session = RouterSession(
             me, config.secret, self, heartbeat_s=config.heartbeat_s, report_s=config.report_s
         )  # fmt: skip
@@ -332,6 +333,7 @@ class Switchboard:
             link.close("the pair was refused")
             return
         self._gens[link.peer.boot] = link
+        self._news.set()
 
     # ------------------------------------------------------------------------------------------- pairs (PairEvents)
 

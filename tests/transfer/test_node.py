@@ -49,6 +49,7 @@ from tailrace.transfer.metrics import exposition
 from tailrace.transfer.node import Node, NodeFailed
 from tailrace.transfer.switchboard import NodeConfig
 from tailrace.transfer.transports.in_process import Exchange, InProcessTransport
+from tailrace.transfer.transports.nixl import ChunkConfig, NixlTransport
 from tailrace.transfer.transports.reading import Mapped
 from tailrace.transfer.transports.shm import ShmTransport
 
@@ -156,6 +157,9 @@ class Rig:
         def make(wake, hook):
             if self.kind == "shm":
                 return [ShmTransport(arena, wake=wake, hook=hook)]
+            if self.kind == "nixl":
+                chunks = ChunkConfig(landing_chunks=4, staging_chunks=2, chunk_bytes=2 * layout().bytes_per_page)
+                return [NixlTransport(boot, arena, chunks, wake=wake, hook=hook)]
             return [InProcessTransport(self.exchange, boot, Mapped(arena.pages, arena.generations), hook=hook)]
 
         node = Node(replace(config, **changes), kv, make)
@@ -233,7 +237,7 @@ def finish(rig, num_tokens, pages, key=KEY):
     rig.ctx.kv.release(pages)
 
 
-@pytest.fixture(params=["in_process", "shm"])
+@pytest.fixture(params=["in_process", "shm", "nixl"])
 def rig(request):
     rig = Rig(request.param)
     yield rig
