@@ -30,7 +30,8 @@ MAX_RANGE_ITEMS = 100_000  # of all ranges in one rendering together
 MAX_WIDTH = 10_000  # padding, indentation and repetition that a template may ask for
 
 _PADDING_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs")
-_WIDE_FORMAT = re.compile(r"\d{5,}")
+_WIDE_PERCENT = re.compile(r"%[-#0 +]*(\d*\.)?\d{5,}|%[-#0 +]*(\d*\.)?\*")
+_WIDE_BRACE = re.compile(r"\{[^{}]*:[^{}]*\d{5,}|\{[^{}]*:[^{}]*\{")
 
 
 class _GenerationBlock(Extension):
@@ -127,18 +128,20 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 raise SecurityError("a number of more than 4096 bits")
         elif operator == "+" and isinstance(left, str | list) and isinstance(right, str | list):
             _check_length(len(left) + len(right))
-        elif operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-            raise SecurityError("a format width above 9999")
+        elif operator == "%" and isinstance(left, str) and _WIDE_PERCENT.search(left):
+            raise SecurityError("a format width above 9999, or one that is computed")
         return super().call_binop(context, operator, left, right)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and _WIDE_BRACE.search(value.__self__):
+            raise SecurityError("a format width above 9999, or one that is computed")
+        return wrapped
+
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(function, "__self__", None), str):
-            name = function.__name__
-            if name in _PADDING_METHODS:
-                for argument in args:
-                    _check_width(argument)
-            elif name.startswith("format") and _WIDE_FORMAT.search(function.__self__):
-                raise SecurityError("a format width above 9999")
+        if isinstance(getattr(function, "__self__", None), str) and function.__name__ in _PADDING_METHODS:
+            for argument in args:
+                _check_width(argument)
         return super().call(context, function, *args, **kwargs)
 
 

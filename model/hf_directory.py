@@ -303,6 +303,11 @@ def eos_ids(directory: Path, config: Mapping[str, Any]) -> list[int]:
     return []
 
 
+def tokenizer_config(directory: Path) -> Json:
+    """tokenizer_config.json, over the special tokens that older checkpoints name in a file of their own."""
+    return read_json(directory / "special_tokens_map.json") | read_json(directory / "tokenizer_config.json")
+
+
 def chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """Text of chat_template.jinja, else of chat_template.json, else tokenizer_config.json's (`default` of several)."""
     path = directory / "chat_template.jinja"

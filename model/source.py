@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -118,18 +119,18 @@ class _DirectorySource(ModelSource):
         raw = hf_directory.read_json(config_path, required=True)
         config = hf_directory.parse_config(raw, str(config_path))
         self._tokenizer_path = directory / "tokenizer.json"
-        self._tokenizer_config = hf_directory.read_json(directory / "tokenizer_config.json")
+        self._tokenizer_config = hf_directory.tokenizer_config(directory)
         try:
             self._tokenizer_json = self._tokenizer_path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self._tokenizer_path}: cannot be read: {error}") from error
-        outer = (self._tokenizer_config.get(k) for k in ("add_bos_token", "add_eos_token", "bos_token", "eos_token"))
+        settings = {k: v for k, v in self._tokenizer_config.items() if k != "chat_template"}
         super().__init__(
             name=directory.name,
             config=config,
             tensors=hf_directory.tensor_table(directory, config),
             eos_ids=hf_directory.eos_ids(directory, raw),
-            tokenizer_digest=hashlib.sha256(self._tokenizer_json.encode() + repr(list(outer)).encode()).digest(),
+            tokenizer_digest=hashlib.sha256(f"{self._tokenizer_json}{json.dumps(settings)}".encode()).digest(),
             where=directory,
         )
 

@@ -142,7 +142,8 @@ def from_hf_json(text: str, config: Mapping[str, Any], *, vocab_size: int, where
 
     Args:
         text: tokenizer.json.
-        config: tokenizer_config.json as parsed; {} if absent. May add tokens and switch BOS and EOS on or off.
+        config: tokenizer_config.json as parsed; {} if absent. Names special tokens and may add some. Its add_bos_token
+            and add_eos_token say nothing beside a tokenizer.json, whose post-processor decides.
         vocab_size: rows of the model's embedding.
         where: file, for messages.
     """
@@ -152,11 +153,6 @@ def from_hf_json(text: str, config: Mapping[str, Any], *, vocab_size: int, where
         raise ConfigError(f"{where}: not a tokenizer: {error}") from error
     special = {name: t for name in SPECIAL_NAMES if (t := _token_text(config.get(name))) is not None}
     _add_missing(backend, config, special)
-    add_bos, add_eos = config.get("add_bos_token"), config.get("add_eos_token")
-    if add_bos is not None or add_eos is not None or backend.post_processor is None:
-        set_outer_tokens(
-            backend, special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None
-        )
     return Tokenizer(backend, special_tokens=special, vocab_size=vocab_size, where=where)
 
 

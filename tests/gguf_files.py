@@ -1,6 +1,6 @@
 """Tiny GGUF files, written with gguf's own writer from the tiny random checkpoints, in llama.cpp's conventions.
 
-    write_tiny_gguf(tmp_path / "m.gguf", "llama", kind="Q4_1")
+write_tiny_gguf(tmp_path / "m.gguf", "llama", kind="Q4_1")
 """
 
 from __future__ import annotations
