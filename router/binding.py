@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 TRANSFER_MARGIN_S = 0.005
 MIN_ASK_AGAIN_S, MAX_ASK_AGAIN_S = 0.02, 5.0
+JUST_SAID_S = 1.0
 
 
 class Binder:
@@ -49,13 +50,12 @@ class Binder:
         if record.worker != ctx.boot or record.leg != "prefill":
             state.counters["stale_frames"] += 1
             return
-        record.progress = frame
+        record.progress, record.worker_done = frame, False
         state.prefill.reduce(key, frame.tokens_total - frame.tokens_ready)
         record.note(Event.START)
         if frame.tokens_ready >= frame.tokens_total:
             record.note(Event.PREFILL_END)
-        if self._reader_gone(record):
-            self.reunited(record)
+        self.reunited(record, now)
         if self._is_time(record, ctx):
             self._make_ready(record)
             self.pump(now)
@@ -85,7 +85,7 @@ class Binder:
             state.send(gen.boot, Cancel(*key, "unwanted"))
             return
         record.gen, record.bound_at, record.bound_seq = gen.boot, now, record.pending.seq
-        record.pending, record.seen, record.pages = None, False, frame.pages
+        record.pending, record.seen, record.pages, record.no_reader_at = None, False, frame.pages, None
         state.pages.give_back(key)
         gen.free_pages -= frame.pages
         state.pair_used[gen.boot, record.worker] = now
@@ -104,7 +104,11 @@ class Binder:
         elif frame.why == "draining":
             gen.draining = True
         retry_s = frame.retry_s if math.isfinite(frame.retry_s) else MAX_ASK_AGAIN_S
-        self._passed_over(state.records.get((frame.request, frame.attempt)), gen.boot, retry_s, now)
+        record = state.records.get((frame.request, frame.attempt))
+        self._passed_over(record, gen.boot, retry_s, now)
+        if record is not None and frame.why == "too_large":
+            record.not_before[gen.boot] = math.inf
+            self._count_failure(record, f"too large for {gen.name}")
         self.pump(now)
 
     def unbind(self, gen: Worker, frame: Unbind, now: float) -> None:
@@ -115,17 +119,21 @@ class Binder:
         if record.pending is not None and record.pending.gen == gen.boot:
             self._passed_over(record, gen.boot, 1.0, now)
         elif record.gen == gen.boot and record.leg == "prefill":
-            record.failed_binds += 1
-            if record.failed_binds >= state.settings.max_binds_per_attempt:
-                log.error("bind_failed", extra={"fields": {"request": frame.request, "reason": frame.reason}})
-                state.refuse(record, "bind_failed", retry_after_s(0.0))
-                return
             gen.free_pages += record.pages
             record.not_before[gen.boot] = now + 1.0
             self._lose_gen(record)
-            self._unbound_again(record)
-            self._make_ready(record)
+            if record.worker_done:
+                state.refuse(record, "gen_lost", retry_after_s(0.0))
+            else:
+                self._unbound_again(record)
+                self._count_failure(record, frame.reason)
         self.pump(now)
+
+    def _count_failure(self, record: Record, reason: str) -> None:
+        record.failed_binds += 1
+        if record.failed_binds >= self.state.settings.max_binds_per_attempt:
+            log.error("bind_failed", extra={"fields": {"request": record.place.request, "reason": reason}})
+            self.state.refuse(record, "bind_failed", retry_after_s(0.0))
 
     # ---------------------------------------------------------------------------------------------------- deaths, time
 
@@ -140,6 +148,7 @@ class Binder:
                 record.gen_died_at = now
                 if record.worker_done:
                     state.refuse(record, "gen_lost", retry_after_s(0.0))
+        self.pump(now)
 
     def tick(self, now: float) -> None:
         """Gens that do not answer are passed over; requests whose gen died and that ctx no longer has are over."""
@@ -188,12 +197,23 @@ class Binder:
         gen = self.state.workers.get(record.gen)
         return record.gen_died_at is not None or (gen is not None and not gen.linked)
 
-    def reunited(self, record: Record) -> None:
-        """Ctx says that a request has no reader. Nothing to do unless its gen is gone."""
+    def reunited(self, record: Record, now: float) -> None:
+        """Ctx says that a request has no reader. If its gen is not gone as well, this was said before it had one."""
+        if record.gen:
+            record.no_reader_at = now
         if self._reader_gone(record):
             if record.gen:
                 self._lose_gen(record)
             self._unbound_again(record)
+
+    def gen_link_down(self, boot: str, now: float) -> None:
+        """When a gen dies, ctx's word that its reader is gone may come before we see our own link to it drop."""
+        for record in list(self.state.records.values()):
+            said = record.no_reader_at
+            reads = record.gen == boot and record.leg == "prefill" and not record.worker_done
+            if reads and said is not None and now - said < JUST_SAID_S:
+                self.reunited(record, now)
+        self.pump(now)
 
     def released(self, record: Record) -> None:
         """Ctx no longer has the request: if its gen died it had all pages, and nothing can be read again."""

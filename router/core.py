@@ -95,6 +95,7 @@ class RouterCore:
         """The last link of a boot id is gone. It may dial again; until then it gets no new work."""
         state, now = self.state, self.clock()
         state.workers.link_down(boot, now)
+        self.binder.gen_link_down(boot, now)
         ingress = state.ingresses.get(boot)
         if ingress is not None:
             ingress.linked, ingress.lost_at = False, now
@@ -202,13 +203,13 @@ class RouterCore:
             return
         if state.first_worker_at is None:
             state.first_worker_at = now
-        for replaced in state.workers.register(frame, now):
-            self.declare_dead(replaced, f"replaced by boot {boot}")
+        replaced = state.workers.register(frame, now)
         log.info("worker_registered", extra={"fields": {"worker": frame.worker, "boot": boot, "duty": frame.duty}})
-        if not self._told_epoch(frame.epoch, frame.router_boot):
+        if not self._told_epoch(frame.epoch, frame.router_boot):  # first of all: it drops what comes before
             state.send(boot, Epoch(state.epoch.number, state.boot))
-        self._pair(now)
-        if frame.duty in ("gen", "both"):
+        for former in replaced:
+            self.declare_dead(former, f"replaced by boot {boot}")
+        if boot not in self._pair(now) and frame.duty in ("gen", "both"):
             self._send_peers(boot)
 
     def _told_epoch(self, number: int, router_boot: str) -> bool:
@@ -251,7 +252,7 @@ class RouterCore:
         for record in [r for r in state.records.values() if worker.boot in (r.worker, r.gen)]:
             mine = held.get(record.key)
             if record.worker == worker.boot:
-                self._first_leg_held(record, worker, mine)
+                self._first_leg_held(record, worker, mine, now)
             elif mine is not None:
                 record.seen = True
             elif record.seen or record.bound_seq <= frame.seen:
@@ -259,7 +260,7 @@ class RouterCore:
         self.binder.lost_bind(worker, frame.seen, set(held), now)
         self.binder.pump(now)
 
-    def _first_leg_held(self, record: Record, worker: Worker, held: Held | None) -> None:
+    def _first_leg_held(self, record: Record, worker: Worker, held: Held | None, now: float) -> None:
         state = self.state
         if held is not None:
             record.seen = record.seen or record.leg == "local" or not record.gen
@@ -267,8 +268,10 @@ class RouterCore:
                 state.prefill.reduce(record.key, int(held.seconds_left * state.workers.rate(worker)))
             if record.leg == "local":
                 state.pages.reduce(record.key, record.pages - held.pages)
-            elif held.needs > 0:
-                self.binder.reunited(record)
+                return
+            record.worker_done = False
+            if held.needs > 0:
+                self.binder.reunited(record, now)
         elif record.leg == "local" and record.seen:
             state.prefill.give_back(record.key)
             state.pages.give_back(record.key)
@@ -314,8 +317,8 @@ class RouterCore:
 
     # ------------------------------------------------------------------------------------------------------------ pairs
 
-    def _pair(self, now: float) -> None:
-        """Give each gen its peers anew; those whose set changed are told."""
+    def _pair(self, now: float) -> list[str]:
+        """Give each gen its peers anew. Returns those whose set changed; they have been told."""
         state = self.state
         self._repaired_at = now
         ctxs = [w.boot for w in state.workers if not w.decodes]
@@ -335,6 +338,7 @@ class RouterCore:
         state.pairs = pairs
         for gen in changed:
             self._send_peers(gen)
+        return changed
 
     def _send_peers(self, gen: str) -> None:
         state = self.state

@@ -87,7 +87,7 @@ class Placer:
         state, at = self.state, record.place.at
         if state.workers.is_dead(at):
             state.keep(record)
-            state.refuse(record, "no_ctx", retry_after_s(0.0))
+            state.refuse(record, "bind_failed", retry_after_s(0.0))
             return
         record.leg, record.worker = "prefill", at
         record.note(Event.PLACE)

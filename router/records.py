@@ -78,6 +78,7 @@ class Record:
         not_before: gen boot id -> time before which it is not asked again.
         failed_binds: gens that gave up after they were bound.
         gen_died_at: its gen died; ctx must say that the pages are still there.
+        no_reader_at: ctx said so while a gen was bound.
         pages: gen pages, claimed or bound.
     """
 
@@ -98,6 +99,7 @@ class Record:
     not_before: dict[str, float] = field(default_factory=dict)
     failed_binds: int = 0
     gen_died_at: float | None = None
+    no_reader_at: float | None = None
     pages: int = 0
 
     @property

@@ -37,7 +37,6 @@ class Worker:
         foreign: requests it holds that the router has no record of (a former router placed them).
         foreign_progress: their last Progress, for an ingress that comes back.
         last_chosen: number of the router's last choice that fell on it.
-        recent_rate: prefill tokens a second as it measured, 0 until known.
     """
 
     register: Register
@@ -118,12 +117,15 @@ class WorkerTable:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
-        self.restarts = 0
+        self.restarts = 0  # boots of a worker name that was known before
+        self.deaths = 0
         self.restart_s = FIRST_RESTART_S  # how long a worker is away when it dies, as seen
         self.last_death: dict[str, float] = {}  # duty -> when
         self._workers: dict[str, Worker] = {}
         self._dead: OrderedDict[str, None] = OrderedDict()
         self._died: dict[str, float] = {}  # worker name -> when its last boot died
+        self._names: set[str] = set()
+        self._mean_rates: dict[str, float] = {}  # a duty; emptied by whatever may change one
         self._count = 0
 
     def get(self, boot: str) -> Worker | None:
@@ -143,10 +145,13 @@ class WorkerTable:
     def register(self, frame: Register, now: float) -> list[str]:
         """A worker is (back) on a link. Returns boot ids that are dead by that: earlier boots of the same name."""
         worker = self._workers.get(frame.boot)
+        self._mean_rates.clear()
         if worker is not None:
             worker.register, worker.linked, worker.heard_at = frame, True, now
             return []
         replaced = [w.boot for w in self._workers.values() if w.name == frame.worker]
+        self.restarts += frame.worker in self._names
+        self._names.add(frame.worker)
         self._count += 1
         self._workers[frame.boot] = Worker(frame, self._count, now, now)
         return replaced
@@ -158,6 +163,7 @@ class WorkerTable:
 
     def heartbeat(self, worker: Worker, frame: Heartbeat, now: float) -> None:
         worker.heartbeat, worker.heard_at = frame, now
+        self._mean_rates.clear()
         worker.free_pages = frame.free_pages
         worker.pairs = set(frame.pairs)
         if worker.ready_at is None and frame.phase == "run":
@@ -179,11 +185,12 @@ class WorkerTable:
     def bury(self, boot: str, now: float) -> Worker | None:
         """Dead for good. Returns the worker if it was in the table."""
         worker = self._workers.pop(boot, None)
+        self._mean_rates.clear()
         self._dead[boot] = None
         if len(self._dead) > REMEMBERED_DEATHS:
             self._dead.popitem(last=False)
         if worker is not None:
-            self.restarts += 1
+            self.deaths += 1
             self._died[worker.name] = now
             self.last_death[worker.register.duty] = now
             while len(self._died) > REMEMBERED_DEATHS:
@@ -216,11 +223,13 @@ class WorkerTable:
 
         Noise in the measurement must not skew the shares of equal workers.
         """
-        known = [r for w in self._workers.values() if w.register.duty == worker.register.duty if (r := w.measured_rate)]
-        if not known:
-            known = [r for w in self._workers.values() if (r := w.measured_rate)] or [DEFAULT_PREFILL_TOKENS_PER_S]
-        mean = sum(known) / len(known)
-        own = worker.measured_rate
+        duty, own = worker.register.duty, worker.measured_rate
+        mean = self._mean_rates.get(duty)
+        if mean is None:
+            known = [r for w in self._workers.values() if w.register.duty == duty if (r := w.measured_rate)]
+            if not known:
+                known = [r for w in self._workers.values() if (r := w.measured_rate)] or [DEFAULT_PREFILL_TOKENS_PER_S]
+            mean = self._mean_rates[duty] = sum(known) / len(known)
         return own if own and not mean / 2 <= own <= mean * 2 else mean
 
     def back_in_s(self, duties: tuple[str, ...], now: float) -> float:
