@@ -85,9 +85,7 @@ class RouterCore:
     def link_up(self, role: str, process: str, boot: str) -> None:
         """A process has linked to the router. A worker is known only from its Register on."""
         state = self.state
-        if state.workers.is_dead(boot):
-            self._turn_away(boot)
-        elif role == "ingress":
+        if role == "ingress":
             ingress = state.ingresses.setdefault(boot, Ingress(boot, process))
             ingress.linked = True
 
@@ -199,6 +197,8 @@ class RouterCore:
         if frame.duty not in ("ctx", "gen", "both") or frame.tokens_per_page < 1:
             raise ProtocolError(f"Register with duty {frame.duty!r}, tokens_per_page {frame.tokens_per_page}")
         if state.workers.is_dead(boot):
+            self._told_epoch(frame.epoch, frame.router_boot)
+            state.send(boot, Epoch(state.epoch.number, state.boot))  # else it would not believe what follows
             self._turn_away(boot)
             return
         if state.first_worker_at is None:

@@ -193,6 +193,7 @@ async def test_a_reported_death_reaches_everybody_and_the_dead_is_turned_away(se
         assert (await peer.get(Deaths)).boots == ("ctx-boot",)
     await asyncio.wait_for(ctx.closed.wait(), 5)
     back = await Peer("ctx", "ctx-0", "ctx-boot").dial(server)
+    back.register("ctx")
     assert (await back.get(Deaths)).boots == ("ctx-boot",)
     await asyncio.wait_for(back.closed.wait(), 5)
 

@@ -71,9 +71,11 @@ def test_long_silence_is_death_and_who_comes_back_must_start_anew():
     assert everybody_heard(scene, a, [gen, b])
     assert [f.boots for f in scene.taken(a, Deaths)] == [(a,)] and scene.closed == [a]
     scene.core.link_down(a)
+    scene.mail.clear()
     scene.core.link_up("ctx", "ctx-0", a)
     scene.say(a, scene.registers[a])
-    assert [f.boots for f in scene.taken(a, Deaths)] == [(a,), (a,)] and a not in {w.boot for w in scene.state.workers}
+    assert scene.mail[a] == [Epoch(1, "router-1"), Deaths((a,))] and scene.closed == [a, a]
+    assert a not in {w.boot for w in scene.state.workers}
     assert not scene.taken(gen, Deaths)
 
 
