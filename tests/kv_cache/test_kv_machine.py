@@ -76,6 +76,8 @@ class KvMachine(RuleBasedStateMachine):
     @rule(sequence=owned)
     def publish(self, sequence):
         space, ids, pages = sequence
+        if any(self.quarantines[page] for page in pages):
+            return  # forbidden: something may still write it
         self.kv.publish(space, self.hasher.hash_blocks("s", ids), pages, len(ids))
 
     @rule(sequence=consumes(owned))
