@@ -1,8 +1,8 @@
 """Ctx and gen workers, ingress and router in simulated time: the real protocol cores and page books, all else faked.
 
 A page's content is a hash of the tokens whose state it holds, so a page that was read too late, freed too early or
-written by a copy that nobody waited for shows as a wrong content. Copies write their destination when they run, whatever
-became of their request, as real ones do.
+written by a copy that nobody waited for shows as a wrong content. Copies write their destination when they run,
+whatever became of their request, as real ones do.
 """
 
 from __future__ import annotations
@@ -627,7 +627,7 @@ class World:
     def over(self, request: Request, outcome: str, reason: str) -> None:
         request.outcome, request.reason, request.ended_at = outcome, reason, self.now
 
-    # ------------------------------------------------------------------------------------------------------------ checks
+    # ----------------------------------------------------------------------------------------------------------- checks
 
     def assert_quiet(self) -> None:
         """No entry, no page in use, no landing chunk out, in any living worker."""

@@ -83,7 +83,9 @@ class FromRouter:
 
 @dataclass(frozen=True, slots=True)
 class RouterUp:
-    """A router's epoch was accepted on a new link: it knows nothing of what went before."""
+    """A router's epoch was accepted on a new link: what was on the way is lost. Another boot counts its frames anew."""
+
+    router_boot: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,11 +103,12 @@ class GenCore:
         self._orphans: dict[tuple[str, Key], tuple[int, float]] = {}  # grants out for ended requests: (number, since)
         self._draining = False
         self._last_bind_seq = 0
+        self._router_boot = ""
         self._handlers: dict[type, Callable[[Any, float], list[Action]]] = {
             FromPeer: self._from_peer,
             FromIngress: self._from_ingress,
             FromRouter: self._from_router,
-            RouterUp: lambda event, now: [],
+            RouterUp: self._router_up,
             PairUp: self._pair_up,
             PairDown: self._pair_down,
             LandedIn: self._landed,
@@ -135,9 +136,9 @@ class GenCore:
         """Whether the loop works on this key and its ingress still wants it."""
         return self._runs.wanted(key)
 
-    @property
-    def last_bind_seq(self) -> int:
-        return self._last_bind_seq
+    def last_bind_seq(self, router_boot: str) -> int:
+        """Number of the last Bind of this router that was handled."""
+        return self._last_bind_seq if router_boot == self._router_boot else 0
 
     def in_flight(self) -> int:
         """Hand-offs between Bind and Valid."""
@@ -264,6 +265,11 @@ class GenCore:
         if self._draining:
             return "draining"
         return "pair" if pair is None else None
+
+    def _router_up(self, event: RouterUp, now: float) -> list[Action]:
+        if event.router_boot != self._router_boot:
+            self._router_boot, self._last_bind_seq = event.router_boot, 0
+        return []
 
     def _pair_up(self, event: PairUp, now: float) -> list[Action]:
         self._pairs[event.boot] = event

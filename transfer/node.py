@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import uvloop
-
 from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.errors import ConfigError, PeerError, WorkerError
@@ -31,6 +29,11 @@ from tailrace.transfer.metrics import Metrics
 from tailrace.transfer.pairing import preferred
 from tailrace.transfer.switchboard import NodeConfig, Switchboard
 from tailrace.transfer.transports.base import PageHook, Transport, Wake
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # not on Linux
+    from asyncio import new_event_loop
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +215,7 @@ class Node:
 
     def _main(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._run())
         except BaseException as error:
             self._failure = self._failure or error

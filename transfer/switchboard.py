@@ -459,7 +459,7 @@ class Switchboard:
         )
 
     def whole_set(self) -> Holding:
-        seen = self._gen.last_bind_seq if self._gen is not None else 0
+        seen = self._gen.last_bind_seq(self.session.epoch[1]) if self._gen is not None else 0
         held = tuple(held for core in self._cores for held in core.holding())
         return Holding(self.config.worker, self.config.boot, seen, held)
 
@@ -477,7 +477,7 @@ class Switchboard:
         return Stats(self.config.home, self.config.worker, metrics.families())
 
     def router_up(self) -> None:
-        self.feed_all(ce.RouterUp())
+        self.feed_all(ce.RouterUp(self.session.epoch[1]))
         if self._drain_s is not None:
             self.session.send(Drain(self._drain_s))
 

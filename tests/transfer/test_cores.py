@@ -48,7 +48,7 @@ def finished(*requests):
     assert [(r.name, r.outcome) for r in requests] == [(r.name, "finished") for r in requests]
 
 
-# ------------------------------------------------------------------------------------------------------ the plain case
+# ------------------------------------------------------------------------------------------------------- the plain case
 
 
 @BOTH
@@ -134,7 +134,7 @@ def test_a_gen_that_was_bound_in_vain_lets_go_at_once(landing):
     world.assert_quiet()
 
 
-# ------------------------------------------------------------------------------------------------ prefix hits (A5, A6)
+# ------------------------------------------------------------------------------------------------- prefix hits (A5, A6)
 
 
 @pytest.mark.parametrize("warm", [0, 1, 3, 4])
@@ -190,7 +190,7 @@ def test_a_matched_page_cannot_be_evicted_between_bind_and_read():
     finished(warm, request)
 
 
-# --------------------------------------------------------------------------------------------- abort, early free (A1, B)
+# -------------------------------------------------------------------------------------------- abort, early free (A1, B)
 
 
 @BOTH
@@ -351,7 +351,7 @@ def test_a_repeated_release_gets_the_same_answer():
     assert ce.Measure(STALE) in again
 
 
-# --------------------------------------------------------------------------------------------- leases, silence (B2 - B8)
+# -------------------------------------------------------------------------------------------- leases, silence (B2 - B8)
 
 
 def test_a_full_ctx_pool_frees_itself_when_its_readers_are_silent():
@@ -563,7 +563,7 @@ def test_generation_numbers_of_a_dead_ctx_that_changed_are_not_valid():
     assert kv.counts().used == 0
 
 
-# --------------------------------------------------------------------------------------------------- failures are told
+# ---------------------------------------------------------------------------------------------------- failures are told
 
 
 @BOTH
@@ -657,7 +657,7 @@ def test_a_long_chunk_is_no_stalled_transfer():
     assert request.attempt == 0
 
 
-# -------------------------------------------------------------------------------------------------------- reservations
+# --------------------------------------------------------------------------------------------------------- reservations
 
 
 def test_pages_are_reserved_all_or_not_at_all():
@@ -705,7 +705,7 @@ def test_pages_before_a_window_are_neither_reserved_nor_moved():
     assert kv.counts().held == 2
 
 
-# ----------------------------------------------------------------------------------------------------- the record, memory
+# --------------------------------------------------------------------------------------------------- the record, memory
 
 
 def test_only_the_tail_of_the_prompt_travels_with_its_counts():
@@ -747,7 +747,7 @@ def test_progress_goes_to_the_router_until_a_gen_is_bound_and_again_when_it_is_l
     core.handle(ce.FromPeer("g", want("r", 2)), 0.2)
     assert progress(core.handle(ce.ChunkLaunched(("r", 0), True, 0.2), 0.3)) == []
     assert progress(core.handle(ce.FromRouter(Deaths(("g",))), 0.4)) == [(0, True)]
-    assert progress(core.handle(ce.RouterUp(), 0.5)) == [(0, True)]
+    assert progress(core.handle(ce.RouterUp("router"), 0.5)) == [(0, True)]
 
 
 def test_memory_of_ended_requests_is_bounded():

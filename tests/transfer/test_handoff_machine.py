@@ -1,7 +1,7 @@
 """Both cores and both page books through drops, duplicates, delays, kills, broken links and cancels, in simulated time.
 
-Whatever the schedule, no page is decoded whose content is wrong, no book's law breaks, and within lease + 2 s of the last
-request's end nothing is left. Two cores with a planted fault show that the machine would see one.
+Whatever the schedule, no page is decoded whose content is wrong, no book's law breaks, and within lease + 2 s of the
+last request's end nothing is left. Two cores with a planted fault show that the machine would see one.
 """
 
 from dataclasses import replace

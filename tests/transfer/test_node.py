@@ -597,7 +597,7 @@ def test_a_boot_that_was_declared_dead_ends_its_process(one_rig):
         until(lambda: rig.gen.poll_events() and False)
 
 
-# ------------------------------------------------------------------------------------------------------ life and death
+# ------------------------------------------------------------------------------------------------------- life and death
 
 
 def test_an_ingress_that_falls_silent_loses_its_requests(one_rig):
@@ -628,3 +628,35 @@ def test_a_stopped_node_leaves_no_thread(one_rig):
     rig.nodes.clear()
     rig.arenas.clear()
     rig.router, rig.ingress = Hub("router", "x"), Hub("ingress", "y")
+
+
+def test_a_lost_landing_notification_resets_the_pair_and_frees_the_chunk(one_rig):
+    core = replace(CORE, kv_transfer_timeout_s=0.5)
+    rig = one_rig("nixl", gen={"faults": True, "core": core}, ctx={"core": core})
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    rig.router.send("g0", SetFaults(json.dumps({"drop": {"landed": 1}})))
+    event(rig.gen, FaultsSet)
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("c0", submit(16))
+    event(rig.ctx, Arrived)
+    pages = prefill(rig, 16)
+    rig.bind(16)
+    rig.router.expect(Bound)
+    finish(rig, 16, pages)
+    rig.ingress.send("g0", Renew((KEY,), 5.0))
+    assert rig.ingress.expect(Fail).code == "timeout"
+    until(lambda: rig.gen.kv.counts().used == 0 and rig.gen.idle)
+    until(lambda: rig.gen.metrics.value("tailrace_landing_chunks", state="free") == 4)
+    rig.ingress.send("c0", Cancel(*KEY, "client"))
+    until(lambda: rig.gen.ready_pairs)
+    second = ("b" * 32, 0)
+    rig.ingress.send("c0", submit(16, key=second))
+    event(rig.ctx, Arrived)
+    pages = prefill(rig, 16, key=second)
+    rig.bind(16, seq=2, key=second)
+    finish(rig, 16, pages, key=second)
+    admitted = event(rig.gen, Admitted)
+    rig.gen.kv.release(admitted.pages)
+    rig.gen.ended(second, "finished")
