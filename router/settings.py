@@ -40,7 +40,7 @@ class RouterSettings:
     local_prefill_max_tokens: int | None = None
     pairs_per_worker: int = 8
     max_waiting: int = 256
-    max_wait_s: float = 30.0
+    max_wait_s: float = 60.0
     max_backlog_s: float = 5.0
     max_worker_deaths_per_request: int = 2
     max_binds_per_attempt: int = 3
