@@ -53,7 +53,8 @@ class Exchange:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         self.arrived = self.service.clock()
         self.head = Head(scope["headers"])
-        self.headers = [(b"x-request-id", self.head.request_id.encode())]
+        if self.service.config.request_id_header:
+            self.headers = [(b"x-request-id", self.head.request_id.encode())]
         try:
             await self.answer(scope, receive, send)
         except (ClientError, RequestFailed) as error:

@@ -66,6 +66,7 @@ class IngressConfig:
         vocab_size: ids below it have a row in the model.
         max_request_tokens: by this process's own reckoning; the router may know a smaller one.
         comment_s: a stream that sent nothing for this long sends an SSE comment.
+        request_id_header: replies carry X-Request-Id; false where what is around the application adds it itself.
     """
 
     process: str
@@ -84,6 +85,7 @@ class IngressConfig:
     stats_period_s: float = 1.0
     public_metrics: bool = True
     tokenizer_threads: int = 2
+    request_id_header: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -453,6 +453,11 @@ async def test_keys_are_asked_for_and_name_the_tenant():
         assert (await api.http.get("/metrics")).status_code == 404
 
 
+async def test_the_request_id_may_be_left_to_what_is_around_the_application():
+    async with serving(outputs, request_id_header=False) as api:
+        assert "x-request-id" not in (await api.complete(**BODY)).headers
+
+
 # -------------------------------------------------------------------------------------------------------- many at once
 
 
