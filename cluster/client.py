@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from tailrace.model.errors import PeerError
 
 CONNECT_S = 2.0
-RECEIPT = "X-Tailrace-Receipt"
+Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class Client:
@@ -50,16 +51,29 @@ class Client:
         except (httpx.HTTPError, ValueError) as error:
             raise PeerError(f"{self.url}/cluster: {error}") from None
 
-    def chat(self, messages: list[dict[str, str]], **options: Any) -> tuple[str, dict[str, str]]:
-        """The whole answer to a conversation, and the response headers, the receipt among them."""
+    def metrics(self) -> Samples:
+        """What /metrics says: sample name -> ((labels, value), ...)."""
+        try:
+            answer = self._http.get("/metrics", timeout=10)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise PeerError(f"{self.url}/metrics: {error}") from None
+        samples: Samples = {}
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return samples
+
+    def chat(self, messages: list[dict[str, str]], **options: Any) -> str:
+        """The whole answer to a conversation."""
         body = {"messages": messages, **options}
         try:
-            answer = self._http.post("/v1/chat/completions", json=body, headers={RECEIPT: "1"})
+            answer = self._http.post("/v1/chat/completions", json=body)
         except httpx.HTTPError as error:
             raise PeerError(f"{self.url}: {error}") from None
         if answer.status_code != 200:
             raise PeerError(f"{self.url} answered {answer.status_code}: {_reason(answer)}")
-        return answer.json()["choices"][0]["message"]["content"], dict(answer.headers)
+        return answer.json()["choices"][0]["message"]["content"]
 
     def stream_chat(self, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
         """The answer's text, piece by piece."""

@@ -9,6 +9,7 @@ watchdog (cluster/sweep.py) ends and removes the rest.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import resource
@@ -114,6 +115,7 @@ class LocalCluster:
         import ray
         from ray import serve
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         ray.init(
             num_cpus=max(8, 2 * (os.cpu_count() or 1)),  # logical; the replicas ask for fractions
             include_dashboard=False,
@@ -124,6 +126,13 @@ class LocalCluster:
         )
         serve.start(http_options=self.http_options, logging_config={"log_level": "WARNING", "enable_access_log": False})
 
+    def alive(self) -> bool:
+        """Whether all of Ray's own processes live; its actors are Ray's to watch."""
+        import ray
+
+        node = ray._private.worker._global_node
+        return node is not None and node.remaining_processes_alive()
+
     def stop(self) -> None:
         """End Serve, Ray and all that they started; then look that nothing is left."""
         if "ray" in sys.modules:
@@ -131,10 +140,12 @@ class LocalCluster:
             from ray import serve
 
             if ray.is_initialized():
-                ending = threading.Thread(target=serve.shutdown, daemon=True)
-                ending.start()
-                ending.join(SERVE_SHUTDOWN_S)  # open streams could hold it for minutes: they are cut
-                ray.shutdown()
+                # Ray prints that a task failed when Serve ends its own controller: nothing that anybody need know.
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                    ending = threading.Thread(target=serve.shutdown, daemon=True)
+                    ending.start()
+                    ending.join(SERVE_SHUTDOWN_S)  # open streams could hold it for minutes: they are cut
+                    ray.shutdown()
         left = sweep(self.folder, self.app_name, spare=frozenset({os.getpid()}))
         if left:
             log.error("processes_left", extra={"fields": {"pids": left}})

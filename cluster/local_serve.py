@@ -18,9 +18,10 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tailrace.cluster.client import RECEIPT, Client
+from tailrace.cluster.client import Client, Samples
 from tailrace.cluster.config import TailraceConfig, load_config, read_args, read_yaml
 from tailrace.cluster.discovery import WORKER_PREFIX, Directory, RayDirectory
 from tailrace.cluster.launcher import LocalCluster, check_port_free
@@ -30,6 +31,9 @@ from tailrace.model.source import open_source
 
 QUESTION = "What is the capital of France?"
 POLL_S = 0.2
+POSITIONS, OUTPUTS, BYTES = (
+    "tailrace_prompt_positions_total", "tailrace_output_tokens_total", "tailrace_transfer_bytes_total",
+)  # fmt: skip
 PHASE_SHARE = {"load": (0.0, 0.6), "compile": (0.6, 0.3), "run": (0.9, 0.1), "ready": (1.0, 0.0)}
 
 
@@ -45,6 +49,11 @@ class Plan:
     @property
     def url(self) -> str:
         return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
+
+    @property
+    def operators_url(self) -> str:
+        """Where /metrics is: on the operators' port, or on the clients' if that one is unknown."""
+        return f"http://127.0.0.1:{self.config.operators_port}" if self.config.operators_port else self.url
 
     @property
     def key(self) -> str | None:
@@ -72,17 +81,21 @@ def make_plan(file: Path, port: int | None, operators_port: int | None) -> Plan:
 def serve_until_stopped(plan: Plan, console: Console, *, ask: bool) -> None:
     """Blocks until SIGINT or SIGTERM; raises WorkerError if the application does not come up."""
     console.print("starting Ray on this machine ...")
-    with _stop_signals() as stop, LocalCluster(plan.config.app_name, {"host": plan.host, "port": plan.port}):
+    cluster = LocalCluster(plan.config.app_name, {"host": plan.host, "port": plan.port})
+    with _stop_signals() as stop, cluster:
         stop.install()  # Ray has put its own handlers in place
         _deploy(plan, console, stop)
         if ask and not stop.asked:
             _ask(plan, console)
         if not stop.asked:
             console.print("\n[bold]serving[/bold]; Ctrl-C ends it")
-        while not stop.asked:
+        while not stop.asked and cluster.alive():
             time.sleep(POLL_S)
-        console.print("ending ...")
+        failed = not stop.asked
+        console.print("Ray has died; ending ..." if failed else "ending ...")
     console.print("ended; nothing is left running")
+    if failed:
+        raise WorkerError("a process of the local Ray cluster died")
 
 
 class _Stop:
@@ -175,17 +188,46 @@ def curl_line(plan: Plan) -> str:
 def _ask(plan: Plan, console: Console) -> None:
     console.print("\nask it yourself:\n")
     console.print(curl_line(plan), style="cyan", soft_wrap=True, markup=False, highlight=False)
-    with Client(plan.url, plan.key) as client:
+    with Client(plan.url, plan.key) as client, Client(plan.operators_url) as operators:
         try:
-            answer, headers = client.chat([{"role": "user", "content": QUESTION}], temperature=0)
+            before = operators.metrics()
+            answer = client.chat([{"role": "user", "content": QUESTION}], temperature=0)
+            console.print(f"\n[bold]{QUESTION}[/bold]")
+            console.print(answer, markup=False, highlight=False)
+            console.print(_where(before, operators, plan), style="dim", highlight=False)
         except PeerError as error:
-            console.print(f"\n[red]the question was not answered[/red]: {error}")
-            return
-    console.print(f"\n[bold]{QUESTION}[/bold]\n{answer}")
-    receipt = {name.lower(): value for name, value in headers.items()}.get(RECEIPT.lower())
-    if receipt:
-        console.print(_where(json.loads(receipt)), style="dim", highlight=False)
+            console.print(f"\n[red]the question was not answered[/red]: {escape(str(error))}")
 
 
-def _where(receipt: dict[str, Any]) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in receipt.items())
+def _where(before: Samples, operators: Client, plan: Plan) -> str:
+    """Who computed the prompt and who the answer, from the workers' own counters, which come once a period."""
+    end = time.monotonic() + 3 * plan.config.stats_period_s + 1
+    while True:
+        after = operators.metrics()
+        prefill = _grown(before, after, POSITIONS)
+        decode = {name: n for name, n in _grown(before, after, OUTPUTS).items() if n > 1}  # a ctx samples just one
+        moved = sum(_grown(before, after, BYTES, kind="wire").values())
+        if (prefill and decode and (moved or set(prefill) == set(decode))) or time.monotonic() > end:
+            break
+        time.sleep(POLL_S)
+    directory = RayDirectory(plan.config.app_name)
+    sides = (f"prefill: {_named(prefill, directory)}", f"decode: {_named(decode, directory)}")
+    return "; ".join((*sides, f"{moved / 1e6:.2f} MB of pages moved"))
+
+
+def _grown(before: Samples, after: Samples, name: str, **labels: str) -> dict[str, float]:
+    """Worker -> by how much its counter has grown."""
+    grown: dict[str, float] = {}
+    for sign, samples in ((-1, before), (1, after)):
+        for found, value in samples.get(name, []):
+            if labels.items() <= found.items():
+                grown[found["worker"]] = grown.get(found["worker"], 0.0) + sign * value
+    return {worker: value for worker, value in grown.items() if value > 0}
+
+
+def _named(workers: dict[str, float], directory: Directory) -> str:
+    names = []
+    for worker in workers:
+        entry = directory.lookup(WORKER_PREFIX + worker) or {}
+        names.append(f"{worker} (pid {entry.get('pid', '?')} on {entry.get('host', '?')})")
+    return ", ".join(names) or "unknown"
