@@ -53,6 +53,29 @@ def smollm2() -> ModelSource:
     return open_source("smollm2")
 
 
+class Remembering:
+    """SmolLM2's tokenizer; bytes of all its ids are asked for with every service, so they are kept."""
+
+    def __init__(self) -> None:
+        tokenizer = smollm2().tokenizer
+        self.encode, self.bos_id = tokenizer.encode, tokenizer.bos_id
+        self.vocab_size, self.special_ids = tokenizer.vocab_size, tokenizer.special_ids
+        self.id_to_bytes = [tokenizer.id_to_bytes(i) for i in range(tokenizer.vocab_size)].__getitem__
+
+
+@cache
+def remembering() -> Remembering:
+    return Remembering()
+
+
+class Server(uvicorn.Server):
+    """uvicorn that ends when it is told to, not at its next look at a flag."""
+
+    async def main_loop(self) -> None:
+        self.told = asyncio.Event()
+        await self.told.wait()
+
+
 def ids_of(text: str) -> list[int]:
     return smollm2().tokenizer.encode(text, special=False)
 
@@ -416,10 +439,10 @@ async def ingress(cluster: FakeCluster, **changes) -> AsyncIterator[Api]:
     source = smollm2()
     me = Identity("ingress", config.process, secrets.token_hex(4))
     service = IngressService(
-        config, source.tokenizer, source.chat_template, BlockHasher(SECRET, 16),
+        config, remembering(), source.chat_template, BlockHasher(SECRET, 16),
         RouterLink(cluster.find, me, SECRET), WorkerLinks(me, SECRET),
     )  # fmt: skip
-    server = uvicorn.Server(
+    server = Server(
         uvicorn.Config(build_app(service), port=0, log_level="critical", timeout_graceful_shutdown=2)
     )
     task = asyncio.create_task(server.serve())
@@ -435,5 +458,5 @@ async def ingress(cluster: FakeCluster, **changes) -> AsyncIterator[Api]:
         yield api
     finally:
         await api.http.aclose()
-        server.should_exit = True
+        server.told.set()
         await task
