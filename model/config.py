@@ -12,6 +12,15 @@ from enum import StrEnum
 from tailrace.model.errors import ConfigError
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
 
+MAX_LAYERS = 4096
+
+
+def checked_layers(count: int, where: str) -> int:
+    """`count` if a model may have so many layers: checked before anything is made for each of them."""
+    if not 1 <= count <= MAX_LAYERS:
+        raise ConfigError(f"{where}: {count} layers, expected 1 to {MAX_LAYERS}")
+    return count
+
 
 class RopeKind(StrEnum):
     DEFAULT = "default"

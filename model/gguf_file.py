@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from tailrace.model.config import ModelConfig, Rope, RopeKind
+from tailrace.model.config import ModelConfig, Rope, RopeKind, checked_layers
 from tailrace.model.errors import ConfigError
 from tailrace.model.hf_directory import yarn_mscale
 from tailrace.model.tensors import MappedFile, TensorEntry, TensorTable
@@ -226,7 +226,7 @@ def parse_config(file: GgufFile) -> ModelConfig:
     if embedding is None:
         raise ConfigError(f"{file.path}: tensor token_embd.weight is missing")
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
-    layers = keys.integer("block_count")
+    layers = checked_layers(keys.integer("block_count"), str(file.path))
     head_dim = keys.integer("attention.key_length", hidden // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(key, head_dim) != head_dim:

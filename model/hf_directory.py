@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.model.config import ModelConfig, Rope, RopeKind
+from tailrace.model.config import ModelConfig, Rope, RopeKind, checked_layers
 from tailrace.model.errors import ConfigError
 from tailrace.model.tensors import MappedFile, TensorEntry, TensorTable
 
@@ -81,7 +81,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         raise ConfigError(f"{where}: hidden_act {activation!r} is not supported, only 'silu'")
     number = _Numbers(raw, where)
     hidden, heads = number.integer("hidden_size"), number.integer("num_attention_heads")
-    layers = number.integer("num_hidden_layers")
+    layers = checked_layers(number.integer("num_hidden_layers"), where)
     bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
     head_dim = number.integer("head_dim", _DEFAULT_HEAD_DIM.get(family, hidden // max(heads, 1)))
     # An explicit null means one kv head a head; an absent key means the family's own default.
@@ -280,7 +280,7 @@ def _read_safetensors(file: MappedFile) -> dict[str, tuple[str, tuple[int, ...],
         try:
             kind, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
             start, end = (int(n) for n in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{path}: header of tensor {name} is malformed: {error}") from error
         expected = math.prod(shape) * KIND_BYTES[kind] if kind in KIND_BYTES else end - start
         if not 0 <= start <= end <= len(body) or end - start != expected or min(shape, default=1) < 1:
