@@ -589,6 +589,8 @@ class World:
 
     def ingress(self, worker: Worker, item: Any) -> None:
         request = self.requests[item.request]
+        if not self.renewing:  # it is dead
+            return
         if request.key != (item.request, item.attempt) or request.outcome is not None:
             return
         if isinstance(item, Delta):

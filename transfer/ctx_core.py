@@ -507,7 +507,8 @@ class CtxCore:
 
     def _tick(self, event: Tick, now: float) -> list[Action]:
         actions: list[Action] = []
-        for key in self._leases.expired(now):
+        for key in self._leases.expired(now):  # an ingress that lives all the same is told, and makes another attempt
+            actions.append(ToIngress(key, Fail(*key, "lost", "its request lease ended", True)))
             actions += self._cancel(key, "lease")
         for attempt in list(self._attempts.values()):
             if attempt.cancelled:

@@ -554,7 +554,8 @@ class GenCore:
 
     def _tick(self, event: Tick, now: float) -> list[Action]:
         actions: list[Action] = []
-        for key in self._leases.expired(now):
+        for key in self._leases.expired(now):  # an ingress that lives all the same is told, and makes another attempt
+            actions.append(ToIngress(key, Fail(*key, "lost", "its request lease ended", True)))
             actions += self._cancel(key, "lease")
         actions += self._runs.overdue(now)
         for hand in list(self._hands.values()):

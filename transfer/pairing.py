@@ -152,18 +152,20 @@ class PairDialer:
     # --------------------------------------------------------------------------------------------------------- one peer
 
     async def _keep(self, peer: PeerAddress) -> None:
-        retry_s = FIRST_RETRY_S
+        retry_s, said = FIRST_RETRY_S, ""
         while True:
             try:
                 await self._serve(peer)
-                retry_s = FIRST_RETRY_S
+                retry_s, said = FIRST_RETRY_S, ""
             except PairRefused as error:
                 if peer.boot not in self.refused:
                     log.error("pair_refused", extra={"fields": {"worker": peer.worker, "reason": str(error)}})
                 self.refused[peer.boot] = str(error)
                 retry_s = REFUSED_RETRY_S
             except PeerError as error:
-                log.info("pair_not_made", extra={"fields": {"worker": peer.worker, "reason": str(error)}})
+                if str(error) != said:
+                    log.warning("pair_not_made", extra={"fields": {"worker": peer.worker, "reason": str(error)}})
+                said = str(error)
             await asyncio.sleep(retry_s)
             retry_s = min(LAST_RETRY_S, retry_s * 2)
 

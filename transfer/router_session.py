@@ -76,6 +76,7 @@ class RouterSession:
         self._changed = asyncio.Event()
         self._link: Link | None = None
         self._accepted = False
+        self._said = ""  # the last reason that was logged
 
     @property
     def up(self) -> bool:
@@ -124,8 +125,11 @@ class RouterSession:
                 on_close=lambda link, reason: closed.set(),
             )  # fmt: skip
         except PeerError as error:
-            log.info("router_not_reached", extra={"fields": {"host": host, "port": port, "reason": str(error)}})
+            if str(error) != self._said:
+                log.warning("router_not_reached", extra={"fields": {"reason": str(error)}})
+            self._said = str(error)
             return False
+        self._said = ""
         self._link, self._accepted = link, False
         link.send(self._owner.register(*self.epoch))
         try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tailrace.kv_cache.manager import KvManager
-from tailrace.model.errors import ConfigError, WorkerError
+from tailrace.model.errors import ConfigError, ProtocolError, WorkerError
 from tailrace.transfer import core_events as ce
 from tailrace.transfer.ctx_core import CtxCore
 from tailrace.transfer.faults import FaultPlan, Faults
@@ -48,6 +48,7 @@ from tailrace.transfer.messages import (
     SetFaults,
     Stats,
     Submit,
+    Tokens,
     Valid,
     Want,
 )
@@ -202,13 +203,14 @@ class Switchboard:
                 self._news.set()
             case ce.AbandonRead():
                 self._abandoned[action.job] = action.boot
-                self._by_boot[action.boot].abandon(action.boot, action.job)
-                self._news.set()
+                if action.boot in self._by_boot:
+                    self._by_boot[action.boot].abandon(action.boot, action.job)
+                    self._news.set()
             case ce.StartPost():
                 self._landing().post(action.job)
                 self._news.set()
             case ce.DropLanded():
-                self._by_boot[action.boot].drop_landed(action.boot, action.landed)
+                self._landing().drop_landed(action.boot, action.landed)
             case ce.ClosePair():
                 self._end_pair(action.boot)
                 self.pairs.retire(action.boot)
@@ -410,11 +412,19 @@ class Switchboard:
     def flush(self) -> None:
         """One Tokens frame a link; what waits for a full link is tried again soon."""
         self._flush_due = False
-        for link, frame in self.outbox.flush(_takes):
-            link.send(frame)
+        for link, frame in list(self.outbox.flush(_takes)):
+            self._send_ingress(link, frame)
         if self.outbox.waits_for_link and not self._flush_late:
             self._flush_late = True
             asyncio.get_running_loop().call_later(FULL_LINK_RETRY_S, self._flush_again)
+
+    def _send_ingress(self, link: Link, frame: Tokens | Fail) -> None:
+        try:
+            link.send(frame)
+        except ProtocolError as error:  # too long, or of a wrong type: what is in it cannot be delivered
+            log.error("tokens_not_sent", extra={"fields": {"reason": str(error)}})
+            for delta in frame.deltas if isinstance(frame, Tokens) else ():
+                link.send(Fail(delta.request, delta.attempt, "internal", "its tokens cannot be sent", False))
 
     def _flush_again(self) -> None:
         self._flush_late = False

@@ -606,6 +606,7 @@ def test_an_ingress_that_falls_silent_loses_its_requests(one_rig):
     rig.ingress.send("g0", submit(8, leg="local", lease_s=0.2))
     event(rig.gen, Arrived)
     assert event(rig.gen, Cancelled).reason == "lease"
+    assert rig.ingress.expect(Fail).code == "lost", "it may live all the same"
 
 
 def test_a_taken_port_is_named(one_rig):
