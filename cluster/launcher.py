@@ -128,9 +128,9 @@ class LocalCluster:
 
     def alive(self) -> bool:
         """Whether all of Ray's own processes live; its actors are Ray's to watch."""
-        import ray
+        from ray._private import worker
 
-        node = ray._private.worker._global_node
+        node = worker._global_node
         return node is not None and node.remaining_processes_alive()
 
     def stop(self) -> None:

@@ -258,12 +258,30 @@ def test_one_killed_ingress_of_two_leaves_the_service_up(served: Served):
     until(lambda: len(served.find("ServeReplica", ":Ingress")) == 2, 60, "a new ingress")
 
 
+def test_a_killed_replica_takes_its_rank_along_and_both_come_back(served: Served):
+    rank = served.rank("ctx")
+    (replica,) = served.find("ServeReplica", ":CtxPool")
+    os.kill(replica, signal.SIGKILL)
+    until(lambda: not command_of(rank), 5, "the end of the orphaned rank")
+    until(lambda: served.ready() == "ready" and served.rank("ctx") != rank, 60, "a new worker")
+    assert served.complete().status_code == 200
+
+
 def test_ctrl_c_leaves_nothing_within_20_seconds_and_it_starts_again_at_once(served: Served):
     served.processes()
-    served.process.send_signal(signal.SIGINT)
+    os.killpg(served.process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
     assert served.process.wait(20) == 0
     assert "nothing is left running" in served.text
     assert served.traces() == []
+    served.start()
+    served.wait_for("Ctrl-C ends it", READY_S)
+
+
+def test_a_dead_ray_ends_it_and_leaves_nothing(served: Served):
+    (raylet,) = served.find("/raylet/raylet")
+    os.kill(raylet, signal.SIGKILL)
+    assert served.process.wait(20) == 1
+    until(lambda: served.traces() == [], 10, "an empty machine")
     served.start()
     served.wait_for("Ctrl-C ends it", READY_S)
 
@@ -272,6 +290,15 @@ def test_killing_the_driver_leaves_nothing_within_10_seconds(served: Served):
     served.processes()
     served.process.kill()
     served.process.wait()
+    until(lambda: served.traces() == [], 10, "an empty machine")
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(served: Served):
+    served.start()
+    served.wait_for("starting Ray", 30)
+    until(lambda: any("cluster.rank" in command_of(p.pid) for p in served.processes()), READY_S, "a rank")
+    os.killpg(served.process.pid, signal.SIGINT)
+    served.process.wait(20)
     until(lambda: served.traces() == [], 10, "an empty machine")
 
 
