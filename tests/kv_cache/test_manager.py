@@ -391,3 +391,54 @@ def test_the_order_of_eviction_does_not_cost_more_and_more_memory():
     for _ in range(2000):
         worker.cached(A)
     assert len(worker.kv._index._idle) < 200
+
+
+def test_what_was_used_again_since_it_came_to_rest_is_young():
+    worker = Worker(num_pages=4)
+    prompts = [[n] * 4 for n in (1, 2, 3)]
+    for ids in prompts:
+        worker.run(ids)
+    assert worker.cached(prompts[0]) == 4, "used again"
+    assert worker.kv.allocate(1) is not None
+    assert [worker.cached(ids) for ids in prompts] == [4, 0, 4]
+
+
+def test_a_prefix_that_goes_takes_what_hangs_below_it_out_of_the_index():
+    worker = Worker(num_pages=4)
+    kv = worker.kv
+    first, second = kv.allocate(1), kv.allocate(2)
+    assert first is not None and second is not None
+    kv.publish(NS, worker.hashes(A[:4]), first, 4)
+    kv.publish(NS, worker.hashes(A[:8]), second, 8)  # its first page stays private
+    kv.release(first)
+    assert kv.allocate(1) == first, "the idle root, although its child is held"
+    kv.check()
+    assert worker.cached(A[:8]) == 0
+    kv.release(second)
+    assert kv.counts().free == 2
+
+
+def test_an_allocation_that_waits_for_poison_of_another_thread_gives_everything_back():
+    worker = Worker(num_pages=4)
+    kv = worker.kv
+    worker.run(A[:4])
+    pages = kv.allocate(1)
+    assert pages is not None
+    inside, go_on = threading.Event(), threading.Event()
+
+    def fill(filled):
+        if filled == pages:
+            inside.set()
+            assert go_on.wait(10)
+
+    kv.set_poison(fill)
+    releasing = threading.Thread(target=kv.release, args=(pages,))
+    releasing.start()
+    assert inside.wait(10)
+    assert kv.available() == 3
+    assert kv.allocate(3) is None
+    assert kv.counts().held == 0
+    go_on.set()
+    releasing.join(10)
+    kv.check()
+    assert kv.allocate(3) is not None
