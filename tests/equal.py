@@ -27,7 +27,7 @@ class Model:
         return reference(self.spec, num_pages=self.num_pages)
 
     def text(self, ids: Sequence[int]) -> str:
-        return self.ref.source.tokenizer.decode(list(ids), True)
+        return self.ref.source.tokenizer.decode(list(ids), skip_special=True)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -42,13 +42,17 @@ def answer(cluster: LocalCluster, prompt: Sequence[int], max_tokens: int = 16, *
     return reply["choices"][0] | {"usage": reply["usage"]}
 
 
-def answers(cluster: LocalCluster, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *, at_once: int = 8, **options: Any) -> list[dict[str, Any]]:
+def answers(
+    cluster: LocalCluster, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *, at_once: int = 8, **options: Any
+) -> list[dict[str, Any]]:
     """Many, `at_once` at a time, in the order of the prompts."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda p: answer(cluster, p, max_tokens, **options), prompts))
 
 
-def compare(model: Model, prompts: Sequence[Sequence[int]], choices: Sequence[dict[str, Any]], max_tokens: int = 16) -> Comparison:
+def compare(
+    model: Model, prompts: Sequence[Sequence[int]], choices: Sequence[dict[str, Any]], max_tokens: int = 16
+) -> Comparison:
     """EQ for each answer, margin rule applied; the caller asks `.check()` once it has added all it wants."""
     comparison = Comparison()
     for prompt, choice, expected in zip(prompts, choices, model.ref.generate(prompts, greedy(max_tokens)), strict=True):
@@ -65,7 +69,9 @@ def compare(model: Model, prompts: Sequence[Sequence[int]], choices: Sequence[di
     return comparison
 
 
-def assert_equal(cluster: LocalCluster, model: Model, prompts: Sequence[Sequence[int]], max_tokens: int = 16, **options: Any) -> list[dict[str, Any]]:
+def assert_equal(
+    cluster: LocalCluster, model: Model, prompts: Sequence[Sequence[int]], max_tokens: int = 16, **options: Any
+) -> list[dict[str, Any]]:
     """Ask, compare with REF, and return the choices."""
     choices = answers(cluster, prompts, max_tokens, **options)
     compare(model, prompts, choices, max_tokens).check()

@@ -186,7 +186,9 @@ class LocalCluster:
         return f"http://127.0.0.1:{self.processes['router'].ready['operators_port']}"
 
     def openai(self, ingress: str = "ingress-0", **options: Any) -> OpenAI:
-        return OpenAI(base_url=f"{self.url(ingress)}/v1", api_key="none", **{"max_retries": 0, "timeout": 60, **options})
+        return OpenAI(
+            base_url=f"{self.url(ingress)}/v1", api_key="none", **{"max_retries": 0, "timeout": 60, **options}
+        )
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return httpx.post(f"{self.base_url}{path}", json=body, timeout=60, **options)
@@ -268,7 +270,9 @@ class LocalCluster:
         lease = max(self.config.get("pin_lease_s", 30.0), self.config.get("request_lease_s", 10.0))
         limit = lease + 2 if limit_s is None else limit_s
         time.sleep(2.5 * self.config["stats_period_s"])  # gauges are as old as the last report
-        until(lambda: not self.disquiet(), limit + self.config["stats_period_s"], lambda: f"not quiet: {self.disquiet()}")
+        until(
+            lambda: not self.disquiet(), limit + self.config["stats_period_s"], lambda: f"not quiet: {self.disquiet()}"
+        )
 
 
 def until(condition: Callable[[], bool], limit_s: float, message: Callable[[], str]) -> None:
