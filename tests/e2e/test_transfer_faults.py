@@ -54,7 +54,8 @@ def test_a1_pages_of_an_aborted_transfer_are_not_given_to_another_before_it_has_
         cluster.poison()
         hold(cluster, 4)
         with cluster.streaming(prompt_of(20 * PAGE, 1), ignore_eos=True) as reply:
-            assert next(sse_events(reply))  # the first token came from ctx
+            events = sse_events(reply)  # kept: the end of the generator would close the connection
+            assert next(events)  # the first token came from ctx
             until(lambda: cluster.metric("tailrace_transfers_in_flight", role="gen") == 1, 5, lambda: "no transfer")
         second = prompt_of(18 * PAGE - 5, 2)
         with ThreadPoolExecutor(1) as thread:
@@ -341,7 +342,8 @@ def test_one_of_two_ingresses_killed_takes_only_its_own_connections(model, tmp_p
         with ThreadPoolExecutor(2) as threads:
             other = threads.submit(stream_of_the_other)
             with cluster.streaming(prompt_of(40, 2), 3000, ignore_eos=True) as reply:
-                next(sse_events(reply))
+                events = sse_events(reply)
+                next(events)
                 cluster.kill("ingress-0")
             assert other.result(60)[-1] == "[DONE]"
         done.set()
