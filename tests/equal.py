@@ -55,7 +55,7 @@ def compare(
 ) -> Comparison:
     """EQ for each answer, margin rule applied; the caller asks `.check()` once it has added all it wants."""
     comparison = Comparison()
-    for prompt, choice, expected in zip(prompts, choices, model.ref.generate(prompts, greedy(max_tokens)), strict=True):
+    for _, choice, expected in zip(prompts, choices, model.ref.generate(prompts, greedy(max_tokens)), strict=True):
         sample = expected.samples[0]
         before = comparison.compared
         comparison.add(sample.logprobs, choice["token_ids"])

@@ -276,7 +276,7 @@ class LocalCluster:
 
 
 def until(condition: Callable[[], bool], limit_s: float, message: Callable[[], str]) -> None:
-    """Poll until the condition holds; AssertionError with the message after limit_s. Errors of a dead HTTP peer wait."""
+    """Poll until the condition holds; AssertionError with the message after limit_s. A dead HTTP peer is waited for."""
     deadline = time.monotonic() + limit_s
     while True:
         with contextlib.suppress(httpx.HTTPError):
