@@ -81,6 +81,8 @@ class PostingSide:
             return
         if target.page_bytes != self._page_bytes:
             raise PeerError(f"pages of {boot} have {target.page_bytes} bytes, ours {self._page_bytes}")
+        if target.room > self._stride - HEADER_BYTES:
+            raise PeerError(f"chunks of {boot} take {target.room} bytes of pages, ours {self._stride - HEADER_BYTES}")
         if not self._num_chunks:
             raise PeerError("this worker has no staging memory: nixl cannot read from it")
         self.disconnect(boot)
