@@ -91,10 +91,10 @@ class LocalCluster:
     # ------------------------------------------------------------------------------------------------------- life cycle
 
     def __enter__(self) -> LocalCluster:
-        started = [self.launch("router", "router")]
-        for role in ("ctx", "gen", "ingress"):
-            started += [self.launch(role, f"{role}-{i}") for i in range(self.counts[role])]
         try:
+            started = [self.launch("router", "router")]
+            for role in ("ctx", "gen", "ingress"):
+                started += [self.launch(role, f"{role}-{i}") for i in range(self.counts[role])]
             deadline = time.monotonic() + READY_S
             for process in started:
                 process.await_ready(deadline)
