@@ -185,6 +185,14 @@ class ChildCtx:
         assert self._pipe.poll(20), f"ctx does not answer {name}"
         return self._pipe.recv()
 
+    def tell(self, name: str, *args: Any) -> None:
+        """Ask without waiting, also of a stopped one; `hear` takes the answer."""
+        self._pipe.send((name, args))
+
+    def hear(self) -> Any:
+        assert self._pipe.poll(20), "ctx does not answer"
+        return self._pipe.recv()
+
     def write(self, pages: Iterable[int], owner: int) -> list[int]:
         return self._ask("write", list(pages), owner)
 
