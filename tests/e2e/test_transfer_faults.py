@@ -210,8 +210,11 @@ def test_a24_by_policy_fail_a_failed_page_gives_an_error_and_never_other_tokens(
         prompt = prompt_of(20 * PAGE, 100)
         with cluster.streaming(prompt, ignore_eos=True) as stream:
             events = list(sse_events(stream))
-        assert '"error"' in events[-1] and sum('"error"' in e for e in events) == 1
-        assert len(events) <= 2, "only the first token, which ctx has sampled, may stand before the error"
+        if stream.status_code == 200:  # else the error was here before the first token
+            assert '"error"' in events[-1] and sum('"error"' in e for e in events) == 1
+            assert len(events) <= 2, "only the first token, which ctx has sampled, may stand before the error"
+        else:
+            assert stream.status_code >= 500
         assert_equal(cluster, model, [prompt])
 
 
@@ -247,7 +250,7 @@ def test_b3_a_late_completion_frees_its_pages_without_any_new_traffic(shared, mo
     with small(shared, model, transport) as cluster:
         cluster.faults("gen-0", late_s={kind: 3.0})
         started = time.monotonic()
-        assert_equal(cluster, model, [prompt_of(4 * PAGE, 150)])
+        assert_equal(cluster, model, [prompt_of(4 * PAGE, 150 + len(kind))])
         assert time.monotonic() - started >= 3.0
         cluster.quiet(1.0)
 
