@@ -23,6 +23,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 NOT_FINITE = "the state of this request is not finite: a page it read holds NaN or infinity"
 
 _PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once when a prompt's logprobs are wanted
+# Up to here a step's operators are so small that waking a second thread for each costs more than it saves.
+_ONE_THREAD_ROWS = 8
 
 
 def pool_tensor(pages: np.ndarray, layout: PageLayout) -> torch.Tensor:
@@ -44,9 +46,10 @@ class Engine:
     Args:
         decoder: the model.
         kv: [num_pages, layer, field, kv_head, token, dim] in the decoder's dtype; page 0 is scratch.
+        threads: of large steps and the output projection; those that torch has now if None. Small steps use one.
     """
 
-    def __init__(self, decoder: Decoder, kv: torch.Tensor) -> None:
+    def __init__(self, decoder: Decoder, kv: torch.Tensor, *, threads: int | None = None) -> None:
         config = decoder.config
         want = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
         have = (*kv.shape[1:4], kv.shape[5])
@@ -54,6 +57,7 @@ class Engine:
             raise ConfigError(f"pages are {have} {kv.dtype}, the model needs {want} {decoder.dtype}")
         self._decoder, self._pool = decoder, PagedPool(kv)
         self._sampler = Sampler()
+        self._threads = threads or torch.get_num_threads()
         kv[SCRATCH_PAGE].zero_()
 
     @torch.inference_mode()
@@ -102,7 +106,10 @@ class Engine:
         np.concatenate([row.ids for row in rows], out=ids[:num_tokens])
         np.concatenate([np.arange(s.start, s.start + s.num_new) for s in spans], out=positions[:num_tokens])
         self._pool.clear_fresh(spans)
-        return self._decoder.forward(torch.from_numpy(ids), torch.from_numpy(positions), self._pool, attention)
+        torch.set_num_threads(1 if num_tokens <= _ONE_THREAD_ROWS else self._threads)
+        hidden = self._decoder.forward(torch.from_numpy(ids), torch.from_numpy(positions), self._pool, attention)
+        torch.set_num_threads(self._threads)
+        return hidden
 
     def _results(self, rows: Sequence[Row], hidden: torch.Tensor) -> list[RowResult]:
         ends = np.cumsum([len(row.ids) for row in rows])

@@ -5,7 +5,7 @@ token (decode) come first, then the chunks. What all layers share (which page ro
 to mask) is worked out once a step by `plan_attention`; a layer then calls
 
     write_kv(kv, pool, layer, plan)             the new tokens' keys and values go to their pages
-    paged_attention(q, kv, pool, layer, window, plan, out)
+    paged_attention(q, kv, pool, layer, window, plan)
 
 Every masked element that may be read is finite: page 0 is kept so by its owner, and the rest of a page is cleared when
 its first token is written (`PagedPool.clear_fresh`). Without that a NaN left by an earlier owner would pass the mask,
@@ -26,7 +26,7 @@ _QUERY_BLOCK = 128  # queries of a chunk that are scored at once; bounds the sco
 _QUERY_STEP = 32  # a chunk's last block is padded to a multiple of this
 _KEY_STEP = 64  # keys are padded to a multiple of this
 _WASTE_TOKENS = 256  # padding that one more group of decode rows would cost as much as
-_FLOAT32_TOKENS = 640  # up to here decode is faster in float32, which needs no compiled kernel for each shape
+_FLOAT32_TOKENS = 512  # up to here decode is faster in float32, which needs no compiled kernel for each shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,37 +137,40 @@ def plan_attention(pool: PagedPool, rows: Sequence[RowSpan], windows: Sequence[i
 
 
 def write_kv(kv: torch.Tensor, pool: PagedPool, layer: int, plan: AttentionPlan) -> None:
-    """Store the new tokens.  kv: [tokens, k|v, kv_heads, dim] in the pool's dtype."""
+    """Store the new tokens.  kv: [rows, k|v, kv_heads, dim] in the pool's dtype, padding included."""
+    if len(kv) != plan.num_tokens:
+        kv = kv[: plan.num_tokens]
     pool.slots.index_copy_(0, plan.write[layer], kv.reshape(-1, pool.dim))
 
 
 def paged_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    pool: PagedPool,
-    layer: int,
-    window: int | None,
-    plan: AttentionPlan,
-    out: torch.Tensor,
-) -> None:
+    q: torch.Tensor, kv: torch.Tensor, pool: PagedPool, layer: int, window: int | None, plan: AttentionPlan
+) -> torch.Tensor:
     """softmax(q k^T / sqrt(dim)) v for each row over its pages, causal, within `window` positions.
 
     Args:
-        q: [tokens, heads, dim].
-        kv: [tokens, k|v, kv_heads, dim], already written to the pool.
-        out: [tokens, heads, dim], written.
+        q: [rows, heads, dim]; the first plan.num_tokens count, what follows is padding.
+        kv: [rows, k|v, kv_heads, dim], already written to the pool.
+
+    Returns:
+        [rows, heads, dim], zero for padding.
     """
-    for group in plan.groups[window]:
-        _decode(q[group.first : group.last], pool, layer, group, out[group.first : group.last])
-    for chunk in plan.chunks[window]:
+    groups, chunks = plan.groups[window], plan.chunks[window]
+    if len(groups) == 1 and groups[0].last == len(q):
+        return _decode(q, pool, layer, groups[0]).to(q.dtype)
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    for group in groups:
+        out[group.first : group.last] = _decode(q[group.first : group.last], pool, layer, group)
+    for chunk in chunks:
         at = slice(chunk.first, chunk.last)
         _prefill(q[at], kv[at], pool, layer, chunk, out[at])
+    return out
 
 
 # ------------------------------------------------------------------------------------------------------------ running
 
 
-def _decode(q: torch.Tensor, pool: PagedPool, layer: int, group: _Group, out: torch.Tensor) -> None:
+def _decode(q: torch.Tensor, pool: PagedPool, layer: int, group: _Group) -> torch.Tensor:
     rows, heads, dim = q.shape
     batch = rows * pool.kv_heads
     past = pool.page_rows.index_select(0, group.gather[layer]).view(2, batch, -1, dim)
@@ -177,7 +180,7 @@ def _decode(q: torch.Tensor, pool: PagedPool, layer: int, group: _Group, out: to
         q, past = q.to(torch.float32), past.to(torch.float32)
     k, v = past.unbind(0)
     attended = torch.bmm(_scores(q.reshape(batch, -1, dim), k, group.mask).softmax(-1), v)
-    out.copy_(attended.view(rows, heads, dim))
+    return attended.view(rows, heads, dim)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -328,7 +331,7 @@ def _plan_chunk(pool: PagedPool, row: RowSpan, at: int, window: int | None) -> _
 
 def _rounded(keys: int) -> int:
     """Few different numbers of keys: oneDNN compiles a kernel for each, which takes longer than it runs."""
-    step = _KEY_STEP if keys <= 8 * _KEY_STEP else 4 * _KEY_STEP
+    step = _KEY_STEP * (1 if keys <= 512 else 2 if keys <= 1024 else 4)
     return -(-keys // step) * step
 
 

@@ -55,21 +55,19 @@ class Decoder:
             [rows, hidden_size] after the final norm.
         """
         config = self.config
-        rows, tokens = len(ids), plan.num_tokens
+        rows, heads, dim = len(ids), config.num_heads, config.head_dim
         cos, sin = rotary_rows(positions, self._frequencies, config.rope.attention_factor, self.dtype)
         hidden = self._embed(ids)
-        attended = torch.zeros(rows, config.num_heads, config.head_dim, dtype=self.dtype)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv_proj(layer.input_norm(hidden)).view(rows, -1, config.head_dim)
-            qk = qkv[:, : config.num_heads + config.num_kv_heads]
+            qkv = layer.qkv_proj(layer.input_norm(hidden)).view(rows, -1, dim)
+            qk = qkv[:, : heads + config.num_kv_heads]
             if layer.q_norm is not None and layer.k_norm is not None:
-                qk[:, : config.num_heads] = layer.q_norm(qk[:, : config.num_heads])
-                qk[:, config.num_heads :] = layer.k_norm(qk[:, config.num_heads :])
+                qk[:, :heads] = layer.q_norm(qk[:, :heads])
+                qk[:, heads:] = layer.k_norm(qk[:, heads:])
             apply_rotary(qk, cos, sin)
-            q = qkv[:tokens, : config.num_heads]
-            kv = qkv[:tokens, config.num_heads :].view(tokens, 2, config.num_kv_heads, config.head_dim)
+            q, kv = qkv[:, :heads], qkv[:, heads:].view(rows, 2, config.num_kv_heads, dim)
             write_kv(kv, pool, index, plan)
-            paged_attention(q, kv, pool, index, layer.window, plan, attended[:tokens])
+            attended = paged_attention(q, kv, pool, index, layer.window, plan)
             hidden += layer.o_proj(attended.view(rows, -1))
             hidden += layer.down_proj(silu_mul(layer.gate_up_proj(layer.post_norm(hidden))))
         return self._norm(hidden)

@@ -51,9 +51,7 @@ def run(case: Case, layer: int, window: int | None) -> torch.Tensor:
     plan = plan_attention(case.pool, case.rows, (window,))
     case.pool.clear_fresh(case.rows)
     write_kv(case.kv, case.pool, layer, plan)
-    out = torch.full_like(case.q, 7.0)
-    paged_attention(case.q, case.kv, case.pool, layer, window, plan, out)
-    return out
+    return paged_attention(case.q, case.kv, case.pool, layer, window, plan)
 
 
 def expected(case: Case, window: int | None) -> torch.Tensor:
@@ -139,6 +137,17 @@ def test_a_nan_in_one_rows_page_reaches_no_other_row():
     broken = run(case, 0, None)
     assert broken[1:14].isnan().all()
     assert torch.equal(broken[0], clean[0]) and torch.equal(broken[14:], clean[14:])
+
+
+def test_padding_rows_are_stored_nowhere_and_come_out_zero():
+    case = make_case([(30, 1), (3, 7)], 8, torch.float32, layer=0)
+    wanted = run(case, 0, None)
+    plain = case.pool.kv.clone()
+    case.q = torch.cat((case.q, torch.ones(2, HEADS, DIM)))
+    case.kv = torch.cat((case.kv, torch.ones(2, 2, KV_HEADS, DIM)))
+    padded = run(case, 0, None)
+    assert torch.equal(padded[:8], wanted) and (padded[8:] == 0).all()
+    assert torch.equal(case.pool.kv.nan_to_num(-1.0), plain.nan_to_num(-1.0))
 
 
 def test_an_altered_token_changes_the_output_of_its_row():
