@@ -77,6 +77,7 @@ class Request:
     outcome: str | None = None
     reason: str = ""
     firsts: int = 0
+    decoding: bool = False
     ended_at: float = 0.0
 
     @property
@@ -251,6 +252,8 @@ class Gen(Worker):
     def on_loop(self, event: Any) -> None:
         if isinstance(event, Admitted):
             self.admitted.append(event)
+            request = self.world.requests[event.key[0]]
+            request.decoding = request.decoding or request.key == event.key
             self.running[event.key] = event
             self.check(event)
             self.world.later(self.world.decode_s, lambda: self.end(event))
@@ -291,7 +294,7 @@ class Gen(Worker):
             case ce.ClosePair() | ce.ResetPair():
                 if not self.world.landing:
                     assert not any(boot == action.boot for boot, _ in self.reads.values()), "closed under a read"
-                for chunk in [c for c, v in self.chunks.items() if v[1] == action.boot]:
+                for chunk in [c for c, v in self.chunks.items() if v[1:] == (action.boot, "granted")]:
                     del self.chunks[chunk]
                 (self.closed if isinstance(action, ce.ClosePair) else self.resets).append(action.boot)
                 if isinstance(action, ce.ResetPair):
@@ -434,7 +437,9 @@ class World:
         for request in self.requests.values():
             if request.outcome is None and boot == request.gen:
                 request.gen = ""
-                if request.ctx not in self.dead:
+                if request.decoding:
+                    self.again(request, "lost")
+                elif request.ctx not in self.dead:
                     self.unbound[request.key] = request.ctx
                     self.later(0.05, lambda key=request.key: self.bind(key))
                 else:
@@ -568,11 +573,13 @@ class World:
 
     def place(self, request: Request) -> None:
         ctxs = self.ctxs()
+        if request.outcome is not None:
+            return
         if not ctxs:
-            self.over(request, "failed", "no ctx")
+            self.later(0.2, lambda: self.place(request))
             return
         ctx = ctxs[crc32(request.name.encode()) % len(ctxs)]
-        request.ctx, request.gen = ctx.boot, ""
+        request.ctx, request.gen, request.decoding = ctx.boot, "", False
         hashes = self.hasher.hash_blocks("s", request.tokens)
         submit = Submit(
             *request.key, "prefill", pack_ids(request.tokens), b"", request.params, request.samples, hashes, NAMESPACE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from tailrace.transfer.loop_events import Key
 from tailrace.transfer.messages import Handoff, LandingGrant, PageDescriptor, Submit
@@ -44,6 +45,7 @@ class Attempt:
     seconds_left: float | None = None
     last_launched: bool = False
     reader: Reader | None = None
+    dismissed: dict[str, Any] = field(default_factory=dict)  # boot of a former reader -> its last word, if any
     handoff: Handoff | None = None
 
     @property

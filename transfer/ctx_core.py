@@ -89,6 +89,7 @@ class CtxCore:
         self._expired: Recent[Key, Ended] = Recent(MAX_EXPIRED)
         self._early_wants: Recent[Key, tuple[str, Want]] = Recent(MAX_EARLY_WANTS)
         self._last_words: dict[tuple[Key, str], Any] = {}  # (key, boot) -> frame that waits for the posts under way
+        self._lost: dict[str, dict[Key, str]] = {}  # boot -> keys with a lost landing write; until that boot's death
         self._draining = False
         self._jobs = 0
         self._posts: dict[int, tuple[Key, str]] = {}
@@ -298,14 +299,18 @@ class CtxCore:
     def _want_frame(self, boot: str, want: Want, now: float) -> list[Action]:
         key = (want.request, want.attempt)
         attempt = self._attempts.get(key)
+        if attempt is not None and boot in attempt.dismissed:  # no reader comes back: it may have landing writes out
+            return [Measure(Metric.STALE_FRAMES), *self._last_word(key, boot, attempt.dismissed[boot])]
         if attempt is not None and not attempt.cancelled:
             return self._want(attempt, boot, want, now)
         ended = self._recent.get(key)
         if attempt is None and ended is None:  # it overtook the ingress's Submit
             self._early_wants.put(key, (boot, want))
             return []
-        if ended is not None and ended.why == "released" and ended.reader == boot:
-            return [Measure(Metric.STALE_FRAMES)]  # sent before its Release; Valid is on its way
+        if ended is not None and ended.why == "released":
+            if ended.reader == boot:  # sent before its Release; Valid is on its way
+                return [Measure(Metric.STALE_FRAMES)]
+            return self._last_word(key, boot, Fail(*key, "lost", "its pages went to another gen", True))
         if ended is not None and ended.why == "expired":  # what it reads now may still be valid: its Release will tell
             return self._last_word(key, boot, Expired(*key, "pin lease")) if want.ordinals or want.handoff else []
         word = Fail(*key, "ended", "not held here any more", False)
@@ -374,8 +379,9 @@ class CtxCore:
             return []
         key, boot = posted
         word = self._last_words.pop(posted, None)
-        if event.lost:  # it may land yet: gen must not use its chunk again before it has ended the pair
-            word = Fail(*key, LOST, event.error or "", True)
+        if event.lost:
+            self._lost.setdefault(boot, {})[key] = event.error or "a landing write was lost"
+            word = word or Fail(*key, LOST, "", True)
         attempt = self._attempts.get(key)
         bound = attempt is not None and attempt.reader is not None and attempt.reader.boot == boot
         if attempt is not None and bound and event.error is not None:
@@ -446,6 +452,7 @@ class CtxCore:
         reader = attempt.reader
         assert reader is not None
         attempt.reader = None
+        attempt.dismissed[reader.boot] = word
         attempt.state = advance(attempt.state, Event.UNBIND_EARLY if attempt.handoff is None else Event.UNBIND)
         return [*self._last_word(attempt.key, reader.boot, word), *self._progress(attempt)]
 
@@ -453,12 +460,13 @@ class CtxCore:
         """Tell a reader that nothing more will be posted for this key: only once that is true."""
         if word is None:
             return []
-        waiting = self._last_words.get((key, boot))
-        if (key, boot) not in self._posts.values():
-            return [ToPeer(boot, word)]
-        if not (isinstance(waiting, Fail) and waiting.code == LOST):
+        if (key, boot) in self._posts.values():
             self._last_words[key, boot] = word
-        return []
+            return []
+        lost = self._lost.get(boot, {}).get(key)
+        if lost is not None:  # it may land yet: gen must not use its chunk again before it has ended the pair
+            word = Fail(*key, LOST, lost, True)
+        return [ToPeer(boot, word)]
 
     # ------------------------------------------------------------------------------------------------- router and time
 
@@ -475,6 +483,7 @@ class CtxCore:
 
     def _dead(self, boot: str) -> list[Action]:
         actions: list[Action] = []
+        self._lost.pop(boot, None)
         for waiting in [w for w in self._last_words if w[1] == boot]:
             del self._last_words[waiting]
         for attempt in list(self._attempts.values()):

@@ -600,6 +600,17 @@ def test_a_write_that_could_not_be_posted_is_told_at_once():
     world.assert_quiet()
 
 
+def test_a_reader_that_was_told_of_a_failed_write_does_not_come_back_by_a_late_renewal():
+    world = World(landing=True, config=replace(CONFIG, pin_lease_s=1.0))
+    world.chunk_tokens, world.read_s = 6, 0.3  # one write fails while another is under way, and gen renews just then
+    world.post_errors = ["fault"]
+    request = world.submit("r", prompt(0, 9))
+    world.run(6)
+    finished(request)
+    assert request.attempt == 1
+    world.assert_quiet()
+
+
 def test_a_write_that_was_lost_ends_the_pair_before_its_chunk_is_granted_again():
     world = World(landing=True)
     world.post_errors = ["lost"]

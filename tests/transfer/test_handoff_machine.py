@@ -7,7 +7,8 @@ last request's end nothing is left. Two cores with a planted fault show that the
 from dataclasses import replace
 
 import pytest
-from handoff_sim import CONFIG, KINDS, PAGE, World, prompt
+from handoff_sim import CONFIG as LONG
+from handoff_sim import KINDS, PAGE, World, prompt
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,6 +24,7 @@ from tailrace.model.errors import LedgerError
 from tailrace.transfer.ctx_core import CtxCore
 from tailrace.transfer.gen_core import GenCore
 
+CONFIG = replace(LONG, pin_lease_s=1.0)  # so that leases end in most schedules
 WORKERS = st.sampled_from(["c0", "c1", "g0", "g1"])
 
 
@@ -35,18 +37,27 @@ class HandoffMachine(RuleBasedStateMachine):
     def begin(self, landing, pages):
         self.world = World(
             landing=landing, ctx_pages=pages + 6, gen_pages=pages, num_ctx=2, num_gen=2,
-            ctx_core=self.ctx_core, gen_core=self.gen_core,
+            ctx_core=self.ctx_core, gen_core=self.gen_core, config=CONFIG,
         )  # fmt: skip
         self.world.chunk_tokens = 6  # a page of 4 spans two chunks
         self.count = 0
 
-    @rule(family=st.integers(0, 2), length=st.integers(1, 30), max_tokens=st.sampled_from([1, 8, 8, 8]))
-    def submit(self, family, length, max_tokens):
-        self.count += 1
-        self.world.submit(f"r{self.count}", prompt(family, length, self.count), max_tokens=max_tokens)
+    @rule(
+        family=st.integers(0, 2), length=st.integers(1, 30), max_tokens=st.sampled_from([1, 8, 8, 8]),
+        n=st.integers(1, 3), seconds=st.sampled_from([0.0, 0.06, 0.1, 0.2]),
+    )  # fmt: skip
+    def submit(self, family, length, max_tokens, n, seconds):
+        for _ in range(n):
+            self.count += 1
+            self.world.submit(f"r{self.count}", prompt(family, length, self.count), max_tokens=max_tokens)
+        self.world.run(seconds)
 
-    @rule(seconds=st.sampled_from([0.01, 0.03, 0.1, 0.3, 1.0]))
+    @rule(seconds=st.sampled_from([0.01, 0.03, 0.1, 0.3]))
     def wait(self, seconds):
+        self.world.run(seconds)
+
+    @rule(seconds=st.sampled_from([0.2, 0.5, 1.0, 3.5]))
+    def wait_long(self, seconds):
         self.world.run(seconds)
 
     @precondition(lambda self: self.count)
@@ -57,6 +68,11 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(sorted(KINDS)), fault=st.sampled_from(["drop", "dup", "late"]), n=st.integers(1, 3))
     def lose(self, kind, fault, n):
         self.world.faults[kind] += [fault] * n
+
+    @rule()
+    def silence(self):
+        """Gen's renewals do not come through for a while, so that pin leases end."""
+        self.world.faults["want"] += ["drop"] * 40
 
     @rule(held=st.booleans())
     def hold(self, held):
@@ -101,17 +117,19 @@ class HandoffMachine(RuleBasedStateMachine):
         world = self.world
         world.held = False
         world.faults.clear()
+        for name, worker in list(world.workers.items()):
+            if not worker.alive:
+                world.start("ctx" if name[0] == "c" else "gen", name)
+        world.run(20)
+        assert all(request.outcome for request in world.requests.values()), "a request never ended"
         world.renewing = False
-        for request in world.requests.values():
-            if request.outcome is None:
-                world.over(request, "abandoned", "")
         world.run(max(CONFIG.pin_lease_s, CONFIG.request_lease_s, CONFIG.kv_transfer_timeout_s) + 2)
         world.assert_quiet()
 
 
 TestHandoff = HandoffMachine.TestCase
 TestHandoff.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
