@@ -1,7 +1,8 @@
 # make setup    the virtual environment with all that serving and testing need
-# make serve    a local cluster that answers on port 8000; another port: make serve PORT=8080
+# make serve    a local cluster that answers on port 8000; other ports: make serve PORT=8080 OPERATORS_PORT=8081
 #               another configuration: make serve CONFIG=manifests/serve/full.yaml
 # make test     everything that needs neither a GPU, nor hours, nor several hosts
+
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,6 +10,7 @@ STAMP := $(VENV)/.tailrace-installed
 ROOMS := kernels model kv_cache transfer engine ctx_worker gen_worker router cluster
 CONFIG ?= manifests/serve/local.yaml
 PORT ?=
+OPERATORS_PORT ?=
 PYTEST := $(BIN)/python -m pytest
 TORCH ?= torch==2.13.0
 # On a host without a GPU the CPU build of torch is installed first, else pip would fetch gigabytes of CUDA libraries.
@@ -18,7 +20,7 @@ GPU := $(shell command -v nvidia-smi)
 .PHONY: help setup serve test test-cluster test-gpu soak lint bench schema types clean
 
 help:
-	@sed -n 's/^# \(make\)/\1/p; s/^#  */              /p' Makefile | head -5
+	@sed -n '/^$$/q; s/^# *//p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else 0'
@@ -26,7 +28,6 @@ $(BIN)/python:
 
 # The stamp is younger than pyproject.toml: a second run of any target costs nothing.
 $(STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q --upgrade pip
 ifeq ($(GPU),)
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(TORCH)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,test]'
@@ -39,7 +40,7 @@ endif
 setup: $(STAMP)
 
 serve: setup
-	$(BIN)/tailrace serve $(CONFIG) $(if $(PORT),--port $(PORT))
+	$(BIN)/tailrace serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(OPERATORS_PORT),--operators-port $(OPERATORS_PORT))
 
 test: setup types
 	$(PYTEST) -m "not soak and not gpu and not hosts"

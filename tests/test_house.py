@@ -230,7 +230,7 @@ def test_every_test_is_run_by_a_make_target(tmp_path: Path):
     plugin, out = tmp_path / "house_collector.py", tmp_path / "rows.json"
     plugin.write_text(COLLECTOR)
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests", "--collect-only", "-qp", "house_collector", f"--collected={out}"],
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "house_collector", f"--collected={out}"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-4000:]
