@@ -89,7 +89,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class RowResult:
-    """tokens, logprobs: one a sampler, in order. prompt_logprobs: one a known next token. error: this row alone failed."""
+    """tokens, logprobs: one a sampler, in order. prompt_logprobs: one a known next token. error: of this row alone."""
 
     key: object
     tokens: list[int] = field(default_factory=list)
