@@ -21,6 +21,7 @@ from tailrace.model.errors import ConfigError
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOT_FINITE = "the state of this request is not finite: a page it read holds NaN or infinity"
+NOTHING_TO_DRAW = "no token can be drawn: every logit is -inf or NaN after penalties and bias"
 
 _PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once when a prompt's logprobs are wanted
 # Up to here a step's operators are so small that waking a second thread for each costs more than it saves.
@@ -66,6 +67,8 @@ class Engine:
 
         Results are in plan order. A row's failure stands in its RowResult.error and touches no other row.
         """
+        if not plan.rows:
+            return []
         order = sorted(range(len(plan.rows)), key=lambda i: _layout_order(plan.rows[i]))
         rows = [plan.rows[i] for i in order]
         hidden = self._forward(rows)
@@ -86,17 +89,17 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, max_batch_size: int) -> None:
-        """Run once what steps of up to these sizes will run, on the scratch page, so that no request waits for it."""
+        """Run what steps of up to these sizes will run, on the scratch page, so that no request waits for it."""
         page = np.full(-(-max_num_tokens // self._pool.tokens_per_page), SCRATCH_PAGE, np.int32)
-        sizes = sorted({padded_rows(n) for n in range(1, max_num_tokens + 1)})
-        for tokens in sizes:
-            self._forward([Row(None, np.zeros(tokens, np.int32), 0, page)])
+        for tokens in sorted({padded_rows(n) for n in range(1, max_num_tokens + 1)}):
+            self._forward([Row(None, np.zeros(min(tokens, max_num_tokens), np.int32), 0, page)], num_layers=1)
+        token = Row(None, np.zeros(1, np.int32), 0, page)
         for rows in range(1, max_batch_size + 1):
-            row = Row(None, np.zeros(1, np.int32), 0, page)
-            self._decoder.logits(self._forward([row] * rows))
+            self._decoder.logits(self._forward([token] * rows, num_layers=1))
+        self._forward([token])
         self._pool.kv[SCRATCH_PAGE].zero_()
 
-    def _forward(self, rows: Sequence[Row]) -> torch.Tensor:
+    def _forward(self, rows: Sequence[Row], num_layers: int | None = None) -> torch.Tensor:
         """Hidden states [padded rows, hidden_size]; rows one behind the other."""
         spans = [RowSpan(row.start, len(row.ids), row.pages) for row in rows]
         attention = plan_attention(self._pool, spans, self._decoder.windows)
@@ -107,7 +110,9 @@ class Engine:
         np.concatenate([np.arange(s.start, s.start + s.num_new) for s in spans], out=positions[:num_tokens])
         self._pool.clear_fresh(spans)
         torch.set_num_threads(1 if num_tokens <= _ONE_THREAD_ROWS else self._threads)
-        hidden = self._decoder.forward(torch.from_numpy(ids), torch.from_numpy(positions), self._pool, attention)
+        hidden = self._decoder.forward(
+            torch.from_numpy(ids), torch.from_numpy(positions), self._pool, attention, num_layers
+        )
         torch.set_num_threads(self._threads)
         return hidden
 
@@ -143,7 +148,7 @@ class Engine:
             for _ in rows[i].samplers:
                 token, logprob = next(drawn)
                 if token == NO_TOKEN:
-                    results[i].error = NOT_FINITE
+                    results[i].error = NOTHING_TO_DRAW
                 results[i].tokens.append(token)
                 results[i].logprobs.append(logprob)
             if results[i].error is not None:

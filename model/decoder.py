@@ -44,12 +44,20 @@ class Decoder:
         )
         self._frequencies = frequencies(self.config.rope, self.config.head_dim)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, pool: PagedPool, plan: AttentionPlan) -> torch.Tensor:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: PagedPool,
+        plan: AttentionPlan,
+        num_layers: int | None = None,
+    ) -> torch.Tensor:
         """Run the blocks and store the new keys and values in the pool.
 
         Args:
             ids, positions: [rows] int64. Rows past plan.num_tokens are padding: computed, stored nowhere.
             pool: pages in this decoder's dtype.
+            num_layers: run only the first blocks (to warm up: all blocks run the same kernels); None runs all.
 
         Returns:
             [rows, hidden_size] after the final norm.
@@ -58,7 +66,7 @@ class Decoder:
         rows, heads, dim = len(ids), config.num_heads, config.head_dim
         cos, sin = rotary_rows(positions, self._frequencies, config.rope.attention_factor, self.dtype)
         hidden = self._embed(ids)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._layers[:num_layers]):
             qkv = layer.qkv_proj(layer.input_norm(hidden)).view(rows, -1, dim)
             qk = qkv[:, : heads + config.num_kv_heads]
             if layer.q_norm is not None and layer.k_norm is not None:

@@ -8,7 +8,7 @@ import torch
 from oracle import Comparison, Mismatch, compare_greedy, greedy, reference, same_logprobs, transformers_reference
 from transformers import AutoModelForCausalLM
 
-from tailrace.engine.engine import NOT_FINITE, Engine, padded_rows, pool_tensor
+from tailrace.engine.engine import NOT_FINITE, NOTHING_TO_DRAW, Engine, padded_rows, pool_tensor
 from tailrace.engine.sequence import sampler_states
 from tailrace.engine.step import Row, SamplerState, StepPlan
 from tailrace.model.decoder import Decoder
@@ -237,6 +237,21 @@ def test_a_broken_page_fails_its_own_row_alone(tiny):
     for i in (0, 2):
         alone = ref.generate([prompts[i]], greedy(2))[0]
         assert [firsts[i], *results[i].tokens] == alone.ids
+
+
+def test_a_row_whose_every_logit_is_banned_fails_alone(tiny):
+    ref = reference(tiny("llama"))
+    banned = greedy_state(9, logit_bias=tuple((token, -float("inf")) for token in range(512)))
+    rows = [
+        Row("banned", ids32(prompts_of([9])[0]), 0, ids32([1]), banned),
+        Row("free", ids32(prompts_of([9])[0]), 0, ids32([2]), greedy_state(9)),
+    ]
+    first, second = ref.engine.step(StepPlan(rows))
+    assert first.error == NOTHING_TO_DRAW and first.tokens == [] and second.error is None and len(second.tokens) == 1
+
+
+def test_a_plan_without_rows_gives_no_results(tiny):
+    assert reference(tiny("llama")).engine.step(StepPlan([])) == []
 
 
 def test_a_page_that_holds_an_earlier_owners_nan_serves_the_next_owner(tiny):
