@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from tailrace.cluster.config import TailraceConfig, load_config, read_args, read
 from tailrace.cluster.discovery import WORKER_PREFIX, Directory, RayDirectory
 from tailrace.cluster.launcher import LocalCluster, check_port_free
 from tailrace.cluster.sizes import derive
+from tailrace.kv_cache.arena import SHARED_MEMORY
 from tailrace.model.errors import ConfigError, PeerError, WorkerError
 from tailrace.model.source import open_source
 
@@ -34,7 +36,7 @@ POLL_S = 0.2
 POSITIONS, OUTPUTS, BYTES = (
     "tailrace_prompt_positions_total", "tailrace_output_tokens_total", "tailrace_transfer_bytes_total",
 )  # fmt: skip
-PHASE_SHARE = {"load": (0.0, 0.6), "compile": (0.6, 0.3), "run": (0.9, 0.1), "ready": (1.0, 0.0)}
+PHASE_SHARE = {"load": (0.0, 0.6), "compile": (0.6, 0.3), "run": (0.9, 0.1), "ready": (1.0, 0.0), "failed": (0.0, 0.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,21 @@ def make_plan(file: Path, port: int | None, operators_port: int | None) -> Plan:
     host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000)) if port is None else port
     config = load_config(args)
     derive(config, open_source(config.model).config)
+    _check_shared_memory(config)
     check_port_free(host, port, "http_options.port (--port)")
     if config.operators_port:
         check_port_free("0.0.0.0", config.operators_port, "operators_port (--operators-port)")
     if port == config.operators_port:
         raise ConfigError(f"operators_port: {port} is the clients' port too")
     return Plan(args, config, host, port)
+
+
+def _check_shared_memory(config: TailraceConfig) -> None:
+    needed = sum(config.pool(role).replicas * config.pool_bytes(role) for role in ("ctx", "gen"))
+    room = os.statvfs(SHARED_MEMORY)
+    free = room.f_bavail * room.f_frsize
+    if needed > free:
+        raise ConfigError(f"kv_bytes: all pools together take {needed} bytes, {SHARED_MEMORY} has {free} free")
 
 
 def serve_until_stopped(plan: Plan, console: Console, *, ask: bool) -> None:
@@ -148,7 +159,7 @@ def _deploy(plan: Plan, console: Console, stop: _Stop) -> None:
         whole = bar.add_task("cluster", total=1.0, phase="deploying")
         while not stop.asked:
             if failure:
-                raise WorkerError(f"the application did not come up: {failure[0]}")
+                raise WorkerError("\n".join([f"the application did not come up: {failure[0]}", *_reasons(directory)]))
             _show_workers(directory, bar, shown)
             if not thread.is_alive():
                 status, reasons = client.ready()
@@ -176,6 +187,12 @@ def _show_workers(directory: Directory, bar: Progress, shown: dict[str, Any]) ->
         if entry is not None:
             start, share = PHASE_SHARE[entry["phase"]]
             bar.update(task, completed=start + share * float(entry["fraction"]), phase=entry["phase"])
+
+
+def _reasons(directory: Directory) -> list[str]:
+    """The workers' own last words."""
+    entries = {name: directory.lookup(name) or {} for name in directory.names(WORKER_PREFIX)}
+    return [f"{name.removeprefix(WORKER_PREFIX)}: {e['reason']}" for name, e in entries.items() if "reason" in e]
 
 
 def curl_line(plan: Plan) -> str:

@@ -103,7 +103,9 @@ class Supervisor:
             if reason is not None:
                 await self._read_last_words()
                 await self.stop(0.0)
-                raise WorkerError(f"worker {self.spec.name} did not start: {self.failure or reason}")
+                why = self.failure or reason
+                self._publish({"role": self.spec.role, "phase": "failed", "fraction": 0.0, "reason": why})
+                raise WorkerError(f"worker {self.spec.name} did not start: {why}")
         self._publish_phase()
         return self.ready
 
@@ -141,7 +143,8 @@ class Supervisor:
                 await _ended_within(process, grace_s)
             self._signal(signal.SIGKILL)
             await process.wait()
-        self.directory.withdraw(WORKER_PREFIX + self.spec.name)
+        if "reason" not in self._published:  # last words stay until the next start
+            self.directory.withdraw(WORKER_PREFIX + self.spec.name)
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -201,6 +204,9 @@ class Supervisor:
         entry: Entry = {"role": self.spec.role, "phase": progress.phase, "fraction": round(progress.fraction, 2)}
         if self.ready is not None:
             entry |= {"phase": "ready", "pid": self.ready.pid, "boot": self.ready.boot, "host": self.ready.host}
+        self._publish(entry)
+
+    def _publish(self, entry: Entry) -> None:
         if entry != self._published:
             self._published = entry
             self.directory.publish(WORKER_PREFIX + self.spec.name, entry)

@@ -54,6 +54,13 @@ def test_a_wrong_file_is_refused_with_the_key_named_and_no_traceback(tmp_path, t
         assert "Traceback" not in result.stderr
 
 
+def test_pools_larger_than_shared_memory_are_refused_before_anything_starts(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("kv_bytes: 1TiB\n")
+    result = tailrace("serve", str(file))
+    assert result.returncode == 2 and "all pools together take 2199023255552 bytes" in result.stderr
+
+
 def test_status_of_nobody_is_one_line_and_exit_status_3():
     result = tailrace("status", "--url", "http://127.0.0.1:9")
     assert result.returncode == 3

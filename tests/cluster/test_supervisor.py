@@ -63,8 +63,11 @@ async def test_the_secret_reaches_the_rank_but_no_command_line(tmp_path):
 
 
 async def test_a_failed_start_tells_the_ranks_own_reason(tmp_path):
+    s = supervisor(tmp_path, "fails")
     with pytest.raises(WorkerError, match="did not start: kv_bytes: too small for this model"):
-        await supervisor(tmp_path, "fails").start()
+        await s.start()
+    await s.stop()
+    assert s.directory.lookup("worker.ctx-0")["reason"] == "kv_bytes: too small for this model"
 
 
 async def test_a_rank_that_dies_in_load_is_a_failed_start(tmp_path):
