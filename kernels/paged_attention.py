@@ -179,16 +179,10 @@ def _decode(q: torch.Tensor, pool: PagedPool, layer: int, group: _Group) -> torc
     if group.in_float32:
         q, past = q.to(torch.float32), past.to(torch.float32)
     k, v = past.unbind(0)
-    attended = torch.bmm(_scores(q.reshape(batch, -1, dim), k, group.mask).softmax(-1), v)
-    return attended.view(rows, heads, dim)
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """q k^T / sqrt(dim), plus mask.  q: [batch, m, dim];  k: [batch, n, dim];  mask: [batch, 1, n] or None."""
-    scale = q.shape[-1] ** -0.5
-    if mask is None:
-        return torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+    scores = torch.bmm((q * dim**-0.5).view(batch, -1, dim), k.transpose(1, 2))
+    if group.mask is not None:
+        scores += group.mask
+    return torch.bmm(scores.softmax(-1), v).view(rows, heads, dim)
 
 
 def _prefill(q: torch.Tensor, kv: torch.Tensor, pool: PagedPool, layer: int, chunk: _Chunk, out: torch.Tensor) -> None:
@@ -200,12 +194,12 @@ def _prefill(q: torch.Tensor, kv: torch.Tensor, pool: PagedPool, layer: int, chu
     else:
         past = pool.page_rows.index_select(0, chunk.gather[layer]).view(2, kv_heads, -1, dim)
     k, v = past.unbind(0)
-    grouped = q.view(tokens, kv_heads, per_group, dim).permute(1, 2, 0, 3)
+    grouped = (q * dim**-0.5).view(tokens, kv_heads, per_group, dim).permute(1, 2, 0, 3)
     grouped = _padded(grouped, chunk.blocks[-1].q_last)
     for block in chunk.blocks:
         count = block.q_last - block.q_first
         queries = grouped[:, :, block.q_first : block.q_last].reshape(kv_heads, -1, dim)
-        scores = _scores(queries, k[:, block.k_first : block.k_last], None)
+        scores = torch.bmm(queries, k[:, block.k_first : block.k_last].transpose(1, 2))
         hidden = block.mask.shape[-1]
         scores.view(kv_heads, per_group, count, -1).narrow(-1, scores.shape[-1] - hidden, hidden).add_(block.mask)
         attended = torch.bmm(scores.softmax(-1), v[:, block.k_first : block.k_last])
