@@ -364,8 +364,8 @@ class World:
         self.faults: dict[str, list[str]] = defaultdict(list)
         self.down: set[tuple[str, str]] = set()
         self.in_chunks: dict[tuple[str, int], dict[int, Any]] = {}
+        self.known_agents: dict[tuple[str, str], int] = {}  # (ctx, gen) -> which of gen's agents ctx writes to
         self.requests: dict[str, Request] = {}
-        self.bytes_log: list[int] = []
         self.binds = itertools.count(1)
         self.unbound: dict[tuple[str, int], str] = {}  # key -> ctx boot, while no gen is bound
         self.frames: list[tuple[str, str, Any]] = []
@@ -417,6 +417,7 @@ class World:
 
     def pair(self, boot: str, gen: Any) -> None:
         if gen.alive and self.boots[boot].alive and (boot, gen.boot) not in self.down:
+            self.known_agents[boot, gen.boot] = gen.agents(boot)
             units = self.units_per_grant if self.landing else 0
             gen.feed(ce.PairUp(boot, "nixl" if self.landing else "shm", self.landing, not self.landing, units))
 
@@ -483,7 +484,7 @@ class World:
         """A landing write: packs, checks generations, writes into the chunk, notifies."""
 
         gen = self.boots[job.boot]
-        agent = gen.agents(ctx.boot)
+        agent = self.known_agents.get((ctx.boot, gen.boot), 0)
 
         def run() -> None:
             if not ctx.alive:
