@@ -10,7 +10,9 @@ all that is needed then is found through the directory.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import secrets
 from typing import Any
 
@@ -71,6 +73,7 @@ class _Worker:
     """A worker's replica: the supervisor of its rank process."""
 
     role = ""
+    _following: asyncio.Task[None] | None = None
 
     async def __init__(self, args: dict[str, Any], secret: str) -> None:
         name = f"{self.role}-{_rank()}"
@@ -79,6 +82,14 @@ class _Worker:
         self._supervisor = Supervisor(spec, PhaseLimits.of(self._config), _directory(self._config))
         ready = await self._supervisor.start()
         log.info("worker_ready", extra={"fields": {"worker": name, "boot": ready.boot, "port": ready.port}})
+        self._following = asyncio.create_task(self._follow_rank(), name="follow-rank")
+
+    async def _follow_rank(self) -> None:
+        """A replica whose rank has died ends with it: Serve replaces a dead actor at once, an unhealthy one only after
+        its third failed check, and there is nothing left to drain. Cancelled before the rank is stopped on purpose."""
+        status = await self._supervisor.wait()
+        log.error("rank_died", extra={"fields": {"worker": self._supervisor.spec.name, "status": status}})
+        os._exit(1)
 
     def check_health(self) -> None:
         self._supervisor.check()
@@ -86,6 +97,8 @@ class _Worker:
     async def __del__(self) -> None:
         """Serve awaits this when it takes the replica away: the rank refuses new work, finishes what it
         holds for others, then ends in order."""
+        if self._following is not None:
+            self._following.cancel()
         if self._supervisor.well:
             await self._supervisor.drain(self._config.drain_limit_s)
         await self._supervisor.stop()

@@ -1,5 +1,6 @@
 """Every field and every rule of the configuration, each with values it takes and values it refuses and why."""
 
+import ast
 import json
 from pathlib import Path
 
@@ -469,3 +470,20 @@ def test_sizes_that_cannot_hold_a_request_are_refused(data, reason):
     with pytest.raises(ConfigError) as caught:
         derive(load_config({"dtype": "float32"} | data), MODEL)
     assert reason in str(caught.value)
+
+
+def test_every_stable_field_is_used_by_the_composition():
+    """A key that nobody reads would be a promise that nobody keeps."""
+    read = set()
+    for path in (MANIFESTS.parent / "cluster").glob("*.py"):
+        if path.name not in ("config.py", "config_rules.py", "schema.py"):
+            tree = ast.parse(path.read_text())
+            read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    stable = {
+        name
+        for kind in (TailraceConfig, *SECTIONS.values())
+        for name, field in kind.model_fields.items()
+        if field.json_schema_extra["x-status"] == "stable"
+    }
+    only_rules = {"transceiver_runtime", "replay"}  # one value each in this release
+    assert stable - read == only_rules

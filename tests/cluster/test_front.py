@@ -1,0 +1,47 @@
+"""How the configuration becomes the settings of router and ingress."""
+
+from tailrace.cluster.config import load_config
+from tailrace.cluster.front import ingress_config, router_settings
+from tailrace.model.source import open_source
+
+
+def test_the_routers_settings_follow_the_configuration():
+    config = load_config(
+        {
+            "placement": "round_robin", "local_prefill": "never", "local_prefill_max_tokens": 0, "pairs_per_worker": 3,
+            "max_queued_requests": 7, "max_worker_deaths_per_request": 4, "request_lease_s": 6, "heartbeat_s": 1,
+            "ctx": {"replicas": 2}, "gen": {"replicas": 3},
+        }
+    )  # fmt: skip
+    settings = router_settings(config)
+    assert settings.placement == "round_robin" and settings.local_prefill == "never"
+    assert (settings.local_prefill_max_tokens, settings.pairs_per_worker, settings.max_waiting) == (0, 3, 7)
+    assert (settings.max_worker_deaths_per_request, settings.request_lease_s, settings.heartbeat_s) == (4, 6, 1)
+    assert (settings.ctx_replicas, settings.gen_replicas) == (2, 3)
+
+
+def test_an_automatic_threshold_is_left_to_the_router():
+    assert router_settings(load_config({})).local_prefill_max_tokens is None
+    assert router_settings(load_config({"local_prefill_max_tokens": 64})).local_prefill_max_tokens == 64
+
+
+def test_the_ingress_settings_follow_the_configuration_and_the_model():
+    source = open_source("smollm2")
+    config = load_config(
+        {
+            "model_name": "served", "api_keys": ["key-number-one"], "max_active_requests": 5, "max_body_bytes": "1MiB",
+            "header_wait_s": 3, "slow_reader_s": 4, "retries": False, "max_request_tokens": 100, "router_wait_s": 2,
+            "public_metrics": False, "ingress": {"tokenizer_threads": 3},
+        }
+    )  # fmt: skip
+    made = ingress_config(config, source, "ingress-7")
+    assert (made.process, made.model_name, made.revision) == ("ingress-7", "served", source.revision)
+    assert (made.vocab_size, made.max_request_tokens) == (source.config.vocab_size, 100)
+    assert made.api_keys == ("key-number-one",) and made.fidelity == "bfloat16/exact"
+    assert (made.max_active_requests, made.max_body_bytes, made.tokenizer_threads) == (5, 2**20, 3)
+    assert (made.header_wait_s, made.slow_reader_s, made.public_metrics) == (3, 4, False)
+    assert (made.policy.retries, made.policy.router_wait_s) == (False, 2)
+
+
+def test_an_unnamed_model_is_served_under_its_sources_name():
+    assert ingress_config(load_config({}), open_source("smollm2"), "i").model_name == "smollm2"
