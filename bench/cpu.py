@@ -1,14 +1,16 @@
-"""The engine on this machine's CPU, beside transformers and llama.cpp on the same weights.
+"""The engine on this machine's CPU, beside transformers and llama.cpp on the same weights; and the product around it.
 
     cpu.decode.b1      tokens/s of one sequence         against transformers (bf16), llama_cpp (the same Q4_1 file)
     cpu.prefill.512    tokens/s of one 512 token prompt against llama_cpp, matrix_rate (the layers' products alone)
     cpu.decode.b8      tokens/s of eight sequences      against b1 (ours), llama_cpp's b1
+    cpu.http.c8, cpu.handoff.1000                       see cpu_http.py
 
 Each engine runs in a process of its own with the same number of threads, and they are measured in turns.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,14 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cpu_http
 from harness import MIN_PAIRS, Row, arguments, finish, identity, interleaved, row_of
 
 from tailrace.model.source import open_source
 
-NAMES = ("cpu.decode.b1", "cpu.prefill.512", "cpu.decode.b8")
+ENGINE_NAMES = ("cpu.decode.b1", "cpu.prefill.512", "cpu.decode.b8")
+NAMES = (*ENGINE_NAMES, *cpu_http.NAMES)
 PREFILL = 512
-# Waiting threads look for work for some 25 us, longer than the gaps between a step's operators, then sleep.
-OMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
+# As a rank process sets it: waiting threads sleep at once, since other roles share the cores.
+OMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 GATE = ("What is the capital of France?", "The capital of France is Paris.")
 
 
@@ -33,7 +37,7 @@ class Subject:
 
     def __init__(self, name: str, threads: int) -> None:
         command = [sys.executable, str(Path(__file__).with_name("cpu_subjects.py")), name, str(threads)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | (OMP if name == "ours" else {})
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | (OMP if name.startswith("ours") else {})
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -98,9 +102,8 @@ def measures(name: str, subjects: dict[str, Subject], tokens: int) -> dict[str, 
     return eight | {k: s.rate("decode", tokens) for k, s in llama.items()}
 
 
-def main() -> None:
-    args = arguments(__doc__.splitlines()[0], NAMES)
-    threads = len(os.sched_getaffinity(0))
+def engine_rows(args: argparse.Namespace, names: list[str], threads: int) -> list[Row]:
+    """The rows about engines."""
     tokens = 48 if args.quick else 128
     pairs = MIN_PAIRS if args.quick else 15
     rows: list[Row] = []
@@ -112,7 +115,7 @@ def main() -> None:
         subjects = {"ours": ours, "transformers": hf, "llama_cpp": llama}
         absent = [name for name, subject in subjects.items() if not subject.works]
         held = gate(ours) if ours.works else "our engine does not start"
-        for name in args.names:
+        for name in names:
             what = identity(
                 policy="greedy", path="cpu, packed 4-bit up to 4 rows, bf16 above", shapes=f"{tokens} tokens after 64",
                 threads=threads, omp=OMP, absent=absent,
@@ -122,6 +125,18 @@ def main() -> None:
                 continue
             samples = interleaved(measures(name, subjects, tokens), pairs)
             rows.append(row_of(name, "tokens/s", "higher", samples, what))
+    return rows
+
+
+def main() -> None:
+    args = arguments(__doc__.splitlines()[0], NAMES)
+    threads = len(os.sched_getaffinity(0))
+    rows: list[Row] = []
+    if names := [name for name in args.names if name in ENGINE_NAMES]:
+        rows += engine_rows(args, names, threads)
+    if names := [name for name in args.names if name in cpu_http.NAMES]:
+        with Subject("ours_dense", threads) as engine:
+            rows += cpu_http.rows_of(names, engine.ask, args.quick)
     finish(rows, args)
 
 

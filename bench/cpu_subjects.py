@@ -5,6 +5,10 @@
     {"do": "decode", "rows": 8, "tokens": 64}     ->  {"seconds": ...}     that many tokens a row after the first
     {"do": "matrix", "tokens": 512}               ->  {"seconds": ...}     ours only: the layers' products alone
     {"do": "answer", "ids": [...]}                ->  {"ids": [...]}       ours only: greedy, for the gate
+    {"do": "serve", "prompts": [[...], ...], "tokens": 64, "at_once": 8}   ours only: greedy, continuous batching
+                                                  ->  {"seconds": ...}
+    {"do": "judge", "prompts": [[...], ...], "answers": [[...], ...]}      ours only: how much less likely each token
+                                                  ->  {"short": [...]}     of the answers is than the best one, in nats
 
 A process each, because two OpenMP pools in one process hinder each other. All run the same number of threads; each
 decodes greedily and pays for choosing its tokens.
@@ -54,6 +58,8 @@ class Prompts:
 class Ours:
     """The product's engine with its own weights, sampler and continuous batching, as a worker runs it."""
 
+    quantized = True
+
     def __init__(self, threads: int) -> None:
         import numpy as np
         import torch
@@ -71,12 +77,14 @@ class Ours:
         torch.set_num_threads(threads)
         self._torch = torch
         source = open_source("smollm2")
-        self._weights = load_weights(source, dtype=torch.bfloat16)
+        self._weights = load_weights(source, dtype=torch.bfloat16, quantized=self.quantized)
         layout = PageLayout(state_groups(source.config)[0], 16, "bfloat16")
         pool = pool_tensor(np.zeros((512, layout.bytes_per_page), np.uint8), layout)
         engine = Engine(Decoder(self._weights), pool)
         engine.warm_up(512, 8)
-        self._generator = Generator(engine, KvManager(layout, 512, 64), eos_ids=source.eos_ids, max_num_tokens=512)
+        kv = KvManager(layout, 512, 64)
+        self._new_generator = lambda at_once: Generator(engine, kv, max_num_tokens=512, max_batch_size=at_once)
+        self._generator = Generator(engine, kv, eos_ids=source.eos_ids, max_num_tokens=512)
         self._params, self._prompts = SamplingParams, Prompts()
 
     def _seconds(self, prompts: list[list[int]], tokens: int) -> float:
@@ -110,6 +118,29 @@ class Ours:
     def answer(self, ids: list[int]) -> list[int]:
         params = self._params(max_tokens=16, temperature=0.0)
         return self._generator.generate([ids], [params])[0].ids
+
+    def serve(self, prompts: list[list[int]], tokens: int, at_once: int) -> float:
+        """All prompts, so many in the batch at once, prefill included."""
+        params = self._params(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        generator = self._new_generator(at_once)
+        start = time.perf_counter()
+        generator.generate(prompts, [params] * len(prompts))
+        return time.perf_counter() - start
+
+    def judge(self, prompts: list[list[int]], answers: list[list[int]]) -> list[float]:
+        """Nats below the best token, of every token of every answer, given all before it."""
+        params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+        texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        short: list[float] = []
+        for answer, result in zip(answers, self._generator.generate(texts, [params] * len(texts)), strict=True):
+            short += [max(0.0, found.top[0][1] - found.logprob) for found in result.prompt_logprobs[-len(answer) :]]
+        return short
+
+
+class OursDense(Ours):
+    """With weights as the product serves them by default."""
+
+    quantized = False
 
 
 class Transformers:
@@ -178,7 +209,10 @@ class LlamaCpp:
         return time.perf_counter() - start
 
 
-SUBJECTS: dict[str, type] = {"ours": Ours, "transformers": Transformers, "llama_cpp": LlamaCpp}
+SUBJECTS: dict[str, type] = {
+    "ours": Ours, "ours_dense": OursDense, "transformers": Transformers, "llama_cpp": LlamaCpp,
+}  # fmt: skip
+ANSWERS = {"answer": "ids", "judge": "short"}
 
 
 def main() -> None:
@@ -191,7 +225,7 @@ def main() -> None:
         asked = json.loads(line)
         do = asked.pop("do")
         result = getattr(subject, do)(**asked)
-        print(json.dumps({"ids" if do == "answer" else "seconds": result}), file=answers, flush=True)
+        print(json.dumps({ANSWERS.get(do, "seconds"): result}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
