@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import random
 import signal
@@ -74,8 +75,9 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 20.0
 
 
 def end_server() -> None:
-    """End the process that ctx processes are forked from; there is no public way to."""
-    multiprocessing.forkserver._forkserver._stop()  # pyright: ignore
+    """End the process that ctx processes are forked from, and its companion; there is no public way to."""
+    multiprocessing.forkserver._forkserver._stop()
+    multiprocessing.resource_tracker._resource_tracker._stop()
 
 
 class LocalCtx:

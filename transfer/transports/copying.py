@@ -22,44 +22,54 @@ BIG_JOB_BYTES = 8 << 20  # from here on a second thread is worth its start
 _SLICE_BYTES = 4 << 20  # of a gathering call, so that a job can be split and nothing waits long for the lock
 _HELD_S = 0.001
 
+Numbers = Sequence[int] | np.ndarray
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-def runs(dst_pages: np.ndarray, src_pages: np.ndarray, max_pages: int) -> Iterator[tuple[slice, np.ndarray | slice]]:
+def runs(dst_pages: np.ndarray, src_pages: np.ndarray, max_pages: int) -> list[tuple[int, int, bool]]:
     """Group copies whose destinations are neighbours, at most `max_pages` a group.
 
     Args:
         dst_pages: [n] rising page numbers.
         src_pages: [n] page of each.
 
-    Yields:
-        (destination pages, source pages): the source as a slice if its pages are neighbours too.
+    Returns:
+        (start, end, adjacent) for each group of copies start..end-1; `adjacent`: its sources are neighbours too.
     """
     n = len(dst_pages)
+    ends = [*(np.flatnonzero(np.diff(dst_pages) != 1) + 1).tolist(), n]
+    jumps = np.concatenate(([0], np.cumsum(np.diff(src_pages) != 1))).tolist()
+    groups = []
     start = 0
-    breaks = np.flatnonzero(np.diff(dst_pages) != 1) + 1
-    for end in [*breaks.tolist(), n]:
+    for end in ends:
         for low in range(start, end, max_pages):
-            src = src_pages[low : min(low + max_pages, end)]
-            dst = int(dst_pages[low])
-            first, last = int(src[0]), int(src[-1])
-            adjacent = last - first == len(src) - 1 and bool((np.diff(src) == 1).all())
-            yield slice(dst, dst + len(src)), slice(first, last + 1) if adjacent else src
+            high = min(low + max_pages, end)
+            groups.append((low, high, jumps[high - 1] == jumps[low]))
         start = end
+    return groups
 
 
-def copy_pages(dst: np.ndarray, dst_pages: Sequence[int], src: np.ndarray, src_pages: Sequence[int]) -> None:
+def copy_pages(dst: np.ndarray, dst_pages: Numbers, src: np.ndarray, src_pages: Numbers) -> None:
     """dst[dst_pages[i]] = src[src_pages[i]] for every i; the destinations are different pages."""
     if not len(dst_pages):
         return
-    to, at = np.asarray(dst_pages, np.int64), np.asarray(src_pages, np.int64)
-    order = np.argsort(to, kind="stable")
-    for dst_run, src_run in runs(to[order], at[order], max(1, _SLICE_BYTES // dst.shape[1])):
-        if isinstance(src_run, slice):
-            np.copyto(dst[dst_run], src[src_run])
+    to, at = _by_destination(dst_pages, src_pages)
+    firsts, sources = to.tolist(), at.tolist()
+    for start, end, adjacent in runs(to, at, max(1, _SLICE_BYTES // dst.shape[1])):
+        into = dst[firsts[start] : firsts[start] + end - start]
+        if adjacent:
+            np.copyto(into, src[sources[start] : sources[start] + end - start])
         else:
-            np.take(src, src_run, axis=0, out=dst[dst_run], mode="clip")
+            src.take(at[start:end], 0, into, "clip")
+
+
+def _by_destination(dst_pages: Numbers, src_pages: Numbers) -> tuple[np.ndarray, np.ndarray]:
+    to, at = np.asarray(dst_pages, np.int64), np.asarray(src_pages, np.int64)
+    if (np.diff(to) > 0).all():
+        return to, at
+    order = np.argsort(to, kind="stable")
+    return to[order], at[order]
 
 
 class Job(Generic[Result_co]):
@@ -139,13 +149,12 @@ class SplitCopier:
     def __init__(self, name: str, threads: int = 2) -> None:
         self._second: Helper[None] | None = Helper(f"{name}-2") if threads > 1 else None
 
-    def copy(self, dst: np.ndarray, dst_pages: Sequence[int], src: np.ndarray, src_pages: Sequence[int]) -> None:
+    def copy(self, dst: np.ndarray, dst_pages: Numbers, src: np.ndarray, src_pages: Numbers) -> None:
         n = len(dst_pages)
         if self._second is None or n < 2 or n * dst.shape[1] < BIG_JOB_BYTES:
             copy_pages(dst, dst_pages, src, src_pages)
             return
-        order = np.argsort(np.asarray(dst_pages), kind="stable").tolist()
-        to, at = [dst_pages[i] for i in order], [src_pages[i] for i in order]
+        to, at = _by_destination(dst_pages, src_pages)
         half = _Half(lambda: copy_pages(dst, to[n // 2 :], src, at[n // 2 :]))
         self._second.submit(half)
         copy_pages(dst, to[: n // 2], src, at[: n // 2])

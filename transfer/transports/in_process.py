@@ -22,7 +22,7 @@ from tailrace.transfer.transports.base import (
     ReadJob,
 )
 from tailrace.transfer.transports.copying import SplitCopier
-from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, unchanged
+from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, all_unchanged
 
 
 class Exchange:
@@ -108,7 +108,7 @@ class InProcessTransport:
 
     def still_valid(self, boot: str, seen: Sequence[tuple[int, int]]) -> bool:
         memory = self._reachable(boot)
-        return memory is not None and bool(unchanged(memory, seen).all())
+        return memory is not None and all_unchanged(memory, seen)
 
     def poll(self) -> list[ReadDone | PostDone | LandedIn]:
         for job, running in list(self._running.items()):

@@ -6,7 +6,7 @@ by landing.py and the transport.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from tailrace.transfer.messages import Landed, PageDescriptor
 from tailrace.transfer.transports.base import CopyFailed, PageHook, PostJob, ReadDone, ReadJob
 from tailrace.transfer.transports.copying import Job, copy_pages
 from tailrace.transfer.transports.landing import HEADER_BYTES, is_sound, seal
-from tailrace.transfer.transports.reading import Mapped, unchanged
+from tailrace.transfer.transports.reading import Mapped, numbers, unchanged
 
 
 class PackJob(Job["PackJob"]):
@@ -34,10 +34,10 @@ class PackJob(Job["PackJob"]):
 
     def steps(self) -> Iterator[bool]:
         room = self._chunk[HEADER_BYTES : HEADER_BYTES + self.nbytes].reshape(len(self.job.pages), -1)
-        numbers = [d.page for d in self.job.pages]
+        pages, generations = numbers(self.job.pages)
         if self._hook is None:
             if not self.cancelled:
-                copy_pages(room, range(len(numbers)), self._own.pages, numbers)
+                copy_pages(room, range(len(pages)), self._own.pages, pages)
         else:
             for i, descriptor in enumerate(self.job.pages):
                 try:
@@ -47,7 +47,7 @@ class PackJob(Job["PackJob"]):
                     self.error = str(error)
                     return
                 copy_pages(room, [i], self._own.pages, [descriptor.page])
-        if not unchanged(self._own, [(d.page, d.generation) for d in self.job.pages]).all():
+        if not unchanged(self._own, pages, generations).all():
             self.stale, self.error = True, "a page was used anew before it was packed"
         elif not self.cancelled:
             self.landed = seal(self._chunk, self.job.key, self.job.grant, self.job.pages, self.nbytes)
@@ -71,25 +71,34 @@ class UnpackJob(Job[ReadDone]):
             self._error = "abandoned"
             return
         page_bytes = self._own.shape[1]
-        where = {descriptor: i for i, descriptor in enumerate(self.landed.pages)}
-        fits = self.landed.nbytes == len(where) * page_bytes and all(d in where for d, _ in self.job.units)
-        if not fits or not is_sound(self._chunk, self.landed):
+        places = self._places()
+        fits = places is not None and self.landed.nbytes == len(self.landed.pages) * page_bytes
+        if places is None or not fits or not is_sound(self._chunk, self.landed):
             self._error = "corrupt"
             return
-        room = self._chunk[HEADER_BYTES : HEADER_BYTES + self.landed.nbytes].reshape(len(where), page_bytes)
+        room = self._chunk[HEADER_BYTES : HEADER_BYTES + self.landed.nbytes].reshape(-1, page_bytes)
         if self._hook is None:
-            copy_pages(self._own, [page for _, page in self.job.units], room, [where[d] for d, _ in self.job.units])
+            copy_pages(self._own, [page for _, page in self.job.units], room, places)
             self._ok.extend(d for d, _ in self.job.units)
             return
-        for descriptor, page in self.job.units:
+        for (descriptor, page), place in zip(self.job.units, places, strict=True):
             try:
                 while not self._hook(self.job.key, descriptor):
                     yield False
             except CopyFailed as error:
                 self._error = str(error)
                 return
-            copy_pages(self._own, [page], room, [where[descriptor]])
+            copy_pages(self._own, [page], room, [place])
             self._ok.append(descriptor)
+
+    def _places(self) -> Sequence[int] | None:
+        """Where in the chunk each wanted page stands; None if one does not."""
+        units, pages = self.job.units, self.landed.pages
+        if len(units) == len(pages) and all(unit[0] is page for unit, page in zip(units, pages, strict=True)):
+            return range(len(pages))
+        where = {page: i for i, page in enumerate(pages)}
+        places = [where.get(descriptor, -1) for descriptor, _ in units]
+        return None if -1 in places else places
 
     def result(self) -> ReadDone:
         return ReadDone(self.job.job, self.job.key, tuple(self._ok), (), self._error)

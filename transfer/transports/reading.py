@@ -30,14 +30,23 @@ class Mapped:
     generations: np.ndarray
 
 
-def unchanged(memory: Mapped, seen: Sequence[tuple[int, int]]) -> np.ndarray:
-    """[n] bool: whether each (page, generation) still stands; a page number out of range does not."""
-    if not seen:
-        return np.ones(0, bool)
-    pages = np.array([page for page, _ in seen], np.int64)
+def unchanged(memory: Mapped, pages: np.ndarray, generations: np.ndarray) -> np.ndarray:
+    """[n] bool: whether each page [n] int64 still has its generation [n] uint64; one out of range has not."""
     inside = (pages > 0) & (pages < len(memory.generations))
-    now = memory.generations[np.where(inside, pages, 0)]
-    return inside & (now == np.array([generation for _, generation in seen], np.uint64))
+    return inside & (memory.generations[np.where(inside, pages, 0)] == generations)
+
+
+def all_unchanged(memory: Mapped, seen: Sequence[tuple[int, int]]) -> bool:
+    """Whether every (page, generation) still stands."""
+    pages = np.array([page for page, _ in seen], np.int64)
+    return bool(unchanged(memory, pages, np.array([generation for _, generation in seen], np.uint64)).all())
+
+
+def numbers(descriptors: Sequence[PageDescriptor]) -> tuple[np.ndarray, np.ndarray]:
+    """([n] int64 pages, [n] uint64 generations) of descriptors."""
+    n = len(descriptors)
+    pages = np.fromiter((d.page for d in descriptors), np.int64, n)
+    return pages, np.fromiter((d.generation for d in descriptors), np.uint64, n)
 
 
 class CopyJob(Job[ReadDone]):
@@ -52,6 +61,7 @@ class CopyJob(Job[ReadDone]):
         self._lock = threading.Lock()
         self._begun = False
         self._copied: list[PageDescriptor] = []
+        self._numbers: list[tuple[np.ndarray, np.ndarray]] = []  # pages and generations of what was copied
         self._error: str | None = None
 
     def drop(self, error: str) -> None:
@@ -83,7 +93,9 @@ class CopyJob(Job[ReadDone]):
         job, source = self.job, self._source
         if source is None:
             return ReadDone(job.job, job.key, (), (), self._error)
-        same = unchanged(source, [(d.page, d.generation) for d in self._copied])
+        same = np.concatenate([unchanged(source, *seen) for seen in self._numbers] or [np.ones(0, bool)])
+        if same.all():
+            return ReadDone(job.job, job.key, tuple(self._copied), (), self._error)
         ok = tuple(d for d, kept in zip(self._copied, same, strict=True) if kept)
         stale = tuple(d for d, kept in zip(self._copied, same, strict=True) if not kept)
         return ReadDone(job.job, job.key, ok, stale, self._error)
@@ -95,7 +107,15 @@ class CopyJob(Job[ReadDone]):
 
     def _copy(self, units: Sequence[tuple[PageDescriptor, int]]) -> None:
         source = self._source
-        assert source is not None
-        inside = [(d, page) for d, page in units if 0 < d.page < len(source.pages)]
-        self._copier.copy(self._dst, [page for _, page in inside], source.pages, [d.page for d, _ in inside])
-        self._copied.extend(d for d, _ in units)  # a page number that the peer does not have is found stale
+        if source is None or not units:
+            return
+        descriptors, dst = zip(*units, strict=True)
+        pages, generations = numbers(descriptors)
+        to = np.fromiter(dst, np.int64, len(dst))
+        inside = (pages > 0) & (pages < len(source.pages))
+        if inside.all():
+            self._copier.copy(self._dst, to, source.pages, pages)
+        else:  # a page that the peer does not have is found stale
+            self._copier.copy(self._dst, to[inside], source.pages, pages[inside])
+        self._copied.extend(descriptors)
+        self._numbers.append((pages, generations))

@@ -25,7 +25,7 @@ from tailrace.transfer.transports.base import (
     Wake,
 )
 from tailrace.transfer.transports.copying import Helper, Job, SplitCopier
-from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, unchanged
+from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, all_unchanged
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class ShmTransport:
 
     def still_valid(self, boot: str, seen: Sequence[tuple[int, int]]) -> bool:
         arena = self._peers.get(boot)
-        return arena is not None and bool(unchanged(Mapped(arena.pages, arena.generations), seen).all())
+        return arena is not None and all_unchanged(Mapped(arena.pages, arena.generations), seen)
 
     def poll(self) -> list[ReadDone | PostDone | LandedIn]:
         done: list[ReadDone | PostDone | LandedIn] = [d for d in self._helper.drain() if d is not None]
