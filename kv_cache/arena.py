@@ -92,7 +92,7 @@ class Arena:
             raise ConfigError(f"shared memory {path} exists already: two workers have one name and boot id") from None
         try:
             _reserve(fd, path, size)
-            memory = mmap.mmap(fd, size)
+            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # no page faults later
         except BaseException:
             path.unlink(missing_ok=True)
             raise
