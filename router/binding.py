@@ -151,14 +151,21 @@ class Binder:
         self.pump(now)
 
     def tick(self, now: float) -> None:
-        """Gens that do not answer are passed over; requests whose gen died and that ctx no longer has are over."""
+        """Gens that do not answer are passed over; requests whose gen died and that ctx no longer has are over.
+
+        So are all that no gen has, when none lives: nobody knows whether one comes that could read them, and while their
+        ingresses wait the pages stay pinned.
+        """
         state, settings = self.state, self.state.settings
+        nobody = state.serving(now) and not any(worker.decodes for worker in state.workers)
         for record in list(state.records.values()):
             if record.pending is not None and now - record.pending.since > settings.bind_timeout_s:
                 state.counters["bind_timeouts"] += 1
                 self._passed_over(record, record.pending.gen, settings.bind_timeout_s, now)
             elif record.gen_died_at is not None and now - record.gen_died_at > settings.reunite_s:
                 state.refuse(record, "gen_lost", retry_after_s(0.0))
+            elif nobody and record.leg == "prefill" and record.needs_gen and not record.gen and record.pending is None:
+                state.refuse(record, "no_gen", retry_after_s(state.workers.back_in_s(("gen", "both"), now)))
         if state.unbound:
             self.pump(now)
 

@@ -218,6 +218,30 @@ def test_a_request_that_ctx_released_before_its_gen_died_is_over_at_once():
     scene.assert_quiet()
 
 
+def test_a_request_that_only_a_dead_gen_could_read_is_refused_as_a_new_one_would_be():
+    scene = Scene()
+    _, (gen,) = scene.cluster(1, 1)
+    bound, unbound, prefilling = scene.place(), scene.place(), scene.place()
+    scene.bind(bound)
+    scene.not_now(ready_again(scene, unbound), retry_s=5.0)
+    alone = scene.place(max_new=1)  # needs no gen
+    scene.down(gen)
+    scene.progress(bound)  # ctx lost its reader, and has the pages
+    scene.wait(1.9)
+    assert not scene.refused()  # it may dial again
+    scene.wait(0.3)
+    assert {((r.request, r.attempt), r.reason) for r in scene.refused()} == {
+        (key, "no_gen") for key in (bound, unbound, prefilling)
+    }
+    scene.done(alone)
+    scene.assert_quiet()
+
+
+def ready_again(scene, key):
+    scene.progress(key)
+    return key
+
+
 def test_without_a_word_of_ctx_a_lost_request_is_over_in_time():
     scene = Scene()
     scene.cluster(1, 2)
