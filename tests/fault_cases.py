@@ -47,7 +47,7 @@ def in_flight(cluster: LocalCluster, number: int = 1) -> None:
     """Until so many hand-offs are between bind and valid."""
     until(
         lambda: cluster.metric("tailrace_transfers_in_flight", role="gen") >= number, 10,
-        lambda: f"not {number} transfers: {cluster.metrics()}",
+        lambda: f"not {number} transfers",
     )  # fmt: skip
 
 
