@@ -153,8 +153,8 @@ class Binder:
     def tick(self, now: float) -> None:
         """Gens that do not answer are passed over; requests whose gen died and that ctx no longer has are over.
 
-        So are all that no gen has, when none lives: nobody knows whether one comes that could read them, and while their
-        ingresses wait the pages stay pinned.
+        So are all that no gen has, when none lives: nobody knows whether one comes that could read them, and while the
+        ingresses wait, the pages stay pinned.
         """
         state, settings = self.state, self.state.settings
         nobody = state.serving(now) and not any(worker.decodes for worker in state.workers)
