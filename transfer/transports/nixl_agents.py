@@ -117,8 +117,8 @@ class Agent:
 
     def release(self, write: Write) -> None:
         """Forget a write that is done."""
-        self._writes.discard(write)
         self._call("a finished write cannot be released", lambda: self._agent.release_xfer_handle(write.handle))
+        self._writes.discard(write)
         write.handle = None
 
     def notifications(self) -> list[bytes]:
@@ -153,11 +153,14 @@ def check_installed() -> None:
 def _load() -> tuple[tuple[type[Exception], ...], Any, Any]:
     """NIXL's exception types (it has no common base), agent class and config class."""
     check_environment(os.environ)
+    raise_exceptions = logging.raiseExceptions
     try:
         api = importlib.import_module("nixl._api")
         bindings = importlib.import_module("nixl._bindings")
     except ImportError as error:
         raise ConfigError(f"transport nixl needs the package nixl==1.5.1 ({error})") from None
+    finally:
+        logging.raiseExceptions = raise_exceptions  # which NIXL switches off for everybody
     logging.getLogger("nixl").setLevel(logging.WARNING)
     kinds = tuple(k for k in vars(bindings).values() if isinstance(k, type) and issubclass(k, Exception))
     return kinds, api.nixl_agent, api.nixl_agent_config

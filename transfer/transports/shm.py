@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tailrace.kv_cache.arena import Arena
 from tailrace.model.errors import PeerError
@@ -24,24 +24,10 @@ from tailrace.transfer.transports.base import (
     ReadJob,
     Wake,
 )
-from tailrace.transfer.transports.copying import Helper, Job, SplitCopier
+from tailrace.transfer.transports.copying import Helper, SplitCopier
 from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, all_unchanged
 
 log = logging.getLogger(__name__)
-
-
-class _Touch(Job[None]):
-    """Maps in every page of a peer's arena, so that no read pays for page faults."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._bytes = arena.pages.reshape(-1)
-
-    def steps(self) -> Iterator[bool]:
-        self._bytes[:: mmap.PAGESIZE].max()
-        yield True
-
-    def result(self) -> None:
-        return None
 
 
 class ShmTransport:
@@ -67,7 +53,7 @@ class ShmTransport:
         self._jobs: dict[int, CopyJob] = {}
         self._done: list[ReadDone] = []
         self._copier = SplitCopier("shm-copy", threads)
-        self._helper: Helper[ReadDone | None] = Helper("shm-copy-1", wake)
+        self._helper: Helper[ReadDone] = Helper("shm-copy-1", wake)
 
     # --------------------------------------------------------------------------------------------------------- pairing
 
@@ -86,12 +72,15 @@ class ShmTransport:
             )
         self.disconnect(boot)
         self._peers[boot] = arena
-        self._helper.submit(_Touch(arena))
         log.info("arena_mapped", extra={"fields": {"boot": boot, "arena": arena.name, "bytes": arena.pages.nbytes}})
 
     def probe(self, boot: str) -> bool:
+        """Whether the known bytes are seen; touches every page, so that no read pays for page faults."""
         arena = self._peers.get(boot)
-        return arena is not None and arena.is_readable()
+        if arena is None or not arena.is_readable():
+            return False
+        arena.pages.reshape(-1)[:: mmap.PAGESIZE].max()
+        return True
 
     def disconnect(self, boot: str) -> None:
         arena = self._peers.pop(boot, None)
@@ -123,8 +112,7 @@ class ShmTransport:
         return arena is not None and all_unchanged(Mapped(arena.pages, arena.generations), seen)
 
     def poll(self) -> list[ReadDone | PostDone | LandedIn]:
-        done: list[ReadDone | PostDone | LandedIn] = [d for d in self._helper.drain() if d is not None]
-        done += self._done
+        done: list[ReadDone | PostDone | LandedIn] = [*self._helper.drain(), *self._done]
         self._done = []
         for event in done:
             if isinstance(event, ReadDone):
