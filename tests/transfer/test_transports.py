@@ -352,6 +352,25 @@ def test_a_generation_that_changed_after_the_read_is_seen_in_the_mapping(make_ge
     assert gen.transport.still_valid("c1", seen[:1])
 
 
+def test_a_stopped_ctx_can_be_read_over_shm_and_what_it_does_later_is_seen(make_gen):
+    gen = make_gen("shm")
+    ctx = gen.new_ctx("c1", 64, child=True)
+    assert isinstance(ctx, ChildCtx)
+    src = list(range(1, 21))
+    generations = ctx.write(src, owner=1)
+    units = units_for(src, generations, src)
+    ctx.stop()
+    del gen.ctxs["c1"]  # it cannot be asked now
+    move = gen.start(KEY, ctx, units)
+    gen.finish(move)
+    assert len(move.ok) == 20 and gen.transport.still_valid("c1", [(1, generations[0])])
+    ctx.go_on()
+    ctx.write([1], owner=2)
+    _assert_moved(gen, units, owner=1)
+    assert not gen.transport.still_valid("c1", [(1, generations[0])])
+    ctx.close()
+
+
 def test_nixl_knows_nothing_of_a_dead_peers_memory(make_gen):
     gen = make_gen("nixl")
     ctx = gen.new_ctx("c1", 16, child=False)
