@@ -1,5 +1,6 @@
 """Cases B14, E2, E3 and E5 on real processes without Ray; E10 stands in test_serve_command.py."""
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -145,18 +146,17 @@ def test_e3_a_busy_worker_is_not_restarted(tmp_path, model):
     directory = tmp_path / "c"
     with LocalCluster(directory, model, max_num_tokens=512, run_limit_s=5, kv_bytes=2**25) as cluster:
         boots = {name: p.ready["boot"] for name, p in cluster.processes.items()}
-        prompt = " ".join(f"word{i}" for i in range(600))
-        with cluster.openai() as client:
-            import concurrent.futures
+        prompt = " ".join(f"word{i}" for i in range(300))
 
-            def ask(i: int) -> int:
-                answer = client.completions.create(model="tiny", prompt=f"{i} {prompt}", max_tokens=1, temperature=0)
-                return answer.usage.completion_tokens
+        def ask(i: int) -> int:
+            body = {"prompt": f"{i} {prompt}", "max_tokens": 1, "temperature": 0}
+            return cluster.post("/v1/completions", body).status_code
 
-            with concurrent.futures.ThreadPoolExecutor(100) as pool:
-                counts = list(pool.map(ask, range(100)))
-        assert counts == [1] * 100
-        for name, process_ in cluster.processes.items():
-            assert process_.alive and process_.ready["boot"] == boots[name]
+        with concurrent.futures.ThreadPoolExecutor(100) as pool:
+            codes = list(pool.map(ask, range(100)))
+        assert set(codes) <= {200, 503}, codes  # what would wait too long may be refused
+        assert codes.count(200) >= 20
+        for name, started in cluster.processes.items():
+            assert started.alive and started.ready["boot"] == boots[name]
         assert FileDirectory(directory / "directory").lookup("router")["boot"] == boots["router"]
         assert cluster.metric("tailrace_worker_restarts_total") == 0
