@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 TRANSFER_MARGIN_S = 0.005
 MIN_ASK_AGAIN_S, MAX_ASK_AGAIN_S = 0.02, 5.0
 JUST_SAID_S = 1.0
+UNPAIRED_PAIR_WAITS = 2  # a pair that broke is made anew meanwhile; after that the request is better placed elsewhere
 
 
 class Binder:
@@ -154,7 +155,7 @@ class Binder:
         """Gens that do not answer are passed over; requests whose gen died and that ctx no longer has are over.
 
         So are all that no gen has, when none lives: nobody knows whether one comes that could read them, and while the
-        ingresses wait, the pages stay pinned.
+        ingresses wait, the pages stay pinned. The same goes for one whose ctx no living gen can read any more.
         """
         state, settings = self.state, self.state.settings
         nobody = state.serving(now) and not any(worker.decodes for worker in state.workers)
@@ -168,6 +169,11 @@ class Binder:
                 state.refuse(record, "no_gen", retry_after_s(state.workers.back_in_s(("gen", "both"), now)))
         if state.unbound:
             self.pump(now)
+        for record in list(state.unbound.values()):
+            since = record.unpaired_since
+            if since is not None and now - since > UNPAIRED_PAIR_WAITS * settings.pair_wait_s:
+                log.warning("unpaired", extra={"fields": {"request": record.place.request, "ctx": record.worker}})
+                state.refuse(record, "bind_failed", retry_after_s(settings.pair_wait_s))
 
     # ---------------------------------------------------------------------------------------------------------- changes
 
@@ -270,6 +276,8 @@ class Binder:
                 if state.paired(g, ctx.boot)
             ]
             paired = [c for c in paired if c.boot not in record.place.exclude] or paired
+            if paired:
+                record.unpaired_since = None
             boot = choose_gen([c for c in paired if record.not_before.get(c.boot, 0.0) <= now])
             if boot is not None:
                 self._ask(record, ctx, boot, now)
@@ -279,6 +287,7 @@ class Binder:
                 promised[roomiest.boot] += roomiest.needed
             else:
                 state.wanted.add(ctx.boot)
+                record.unpaired_since = record.unpaired_since or now
 
     def _ask(self, record: Record, ctx: Worker, boot: str, now: float) -> None:
         state, frame = self.state, record.place

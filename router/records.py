@@ -79,6 +79,7 @@ class Record:
         failed_binds: gens that gave up after they were bound.
         gen_died_at: its gen died; ctx must say that the pages are still there.
         no_reader_at: ctx said so while a gen was bound.
+        unpaired_since: it is time to bind, and since then no gen that may be asked is paired with its ctx.
         pages: gen pages, claimed or bound.
     """
 
@@ -100,6 +101,7 @@ class Record:
     failed_binds: int = 0
     gen_died_at: float | None = None
     no_reader_at: float | None = None
+    unpaired_since: float | None = None
     pages: int = 0
 
     @property

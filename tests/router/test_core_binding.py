@@ -242,6 +242,34 @@ def ready_again(scene, key):
     return key
 
 
+def test_a_request_whose_ctx_no_gen_can_read_any_more_is_placed_elsewhere_in_time():
+    scene = Scene()
+    _, (gen,) = scene.cluster(2, 1)
+    key = scene.place()
+    ctx = scene.state.records[key].worker
+    scene.beat(gen, pairs=tuple(b for b in scene.beats if b not in (ctx, gen)))  # the pair broke
+    scene.progress(key)
+    scene.wait(2.0)
+    assert not scene.refused()  # it may be made anew
+    scene.wait(1.2)
+    assert [r.reason for r in scene.refused()] == ["bind_failed"]
+    scene.assert_quiet()
+
+
+def test_a_pair_that_is_made_anew_in_time_serves_the_request():
+    scene = Scene()
+    _, (gen,) = scene.cluster(1, 1)
+    key = scene.place()
+    scene.beat(gen, pairs=())
+    scene.progress(key)
+    scene.wait(2.0)
+    scene.pair()
+    scene.wait(0.2)
+    assert scene.asked(key) == gen
+    scene.wait(1.5)  # the wait for the pair is over, whatever else follows
+    assert not scene.refused()
+
+
 def test_without_a_word_of_ctx_a_lost_request_is_over_in_time():
     scene = Scene()
     scene.cluster(1, 2)
