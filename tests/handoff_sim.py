@@ -565,6 +565,7 @@ class World:
         args = (len(request.tokens), request.params.max_tokens, 1, hashes, NAMESPACE)
         bind = Bind(next(self.binds), *key, ctx, *args)
         self.later(self.wire_s, lambda: gen.feed(ce.FromRouter(bind)))
+        self.later(1.0, lambda: None if gen.alive else self.bind(key))  # the bind died with it
 
     def submit(self, name: str, tokens: tuple[int, ...], max_tokens: int = 8, samples: int = 1) -> Request:
         request = Request(name, tokens, SamplingParams(max_tokens=max_tokens), samples)
