@@ -105,7 +105,7 @@ class Faults:
             self.plan = plan
             self._drop, self._dup = dict(plan.drop), dict(plan.dup)
             self._failures = plan.fail_times
-            self._asked: set[Key] = set()
+            self._asked: dict[Key, set[int]] = {}  # -> sequence numbers of the grants it has sent
             self._lifted: set[Key] = set()
 
     def lift(self, key: Key) -> None:
@@ -113,13 +113,13 @@ class Faults:
         self._lifted.add(key)
 
     def hushes(self, want: Want) -> bool:
-        """Whether this Want only renews, while transfers are held."""
-        if self.plan.hold_before_page is None or want.grants:
+        """Whether this Want only renews, while transfers are held: not the first, and it grants nothing new."""
+        if self.plan.hold_before_page is None:
             return False
-        key = (want.request, want.attempt)
-        first = key not in self._asked
-        self._asked.add(key)
-        return not first
+        key, grants = (want.request, want.attempt), {grant.sequence for grant in want.grants}
+        sent = self._asked.get(key)
+        self._asked[key] = grants | (sent or set())
+        return sent is not None and grants <= sent
 
     def hook(self, page_bytes: int, *, reads: bool) -> PageHook:
         """What a transport asks before each page. `reads`: this worker reads (fail_read), else it posts (fail_post)."""

@@ -16,6 +16,7 @@ from tailrace.transfer.messages import (
     Delta,
     Epoch,
     Fail,
+    LandingGrant,
     PageDescriptor,
     Stats,
     TokenLogprob,
@@ -197,6 +198,15 @@ def test_a_held_transfer_stops_before_its_page_until_another_plan_is_set():
     assert hook(K1, page(2)) and not hook(K2, page(2))
     faults.set(FaultPlan())
     assert hook(K2, page(2))
+
+
+def test_a_renewal_that_repeats_its_grants_is_hushed_and_one_with_a_new_grant_is_not():
+    faults = Faults(FaultPlan(hold_before_page=1))
+    first, second = LandingGrant(0, 7, 100), LandingGrant(1, 8, 100)
+    want = Want("r", 0, "nixl", ((0, 0, 3),), (first,), True)
+    assert [faults.hushes(want) for _ in range(2)] == [False, True]
+    assert not faults.hushes(replace(want, grants=(first, second)))
+    assert faults.hushes(replace(want, grants=(second,)))
 
 
 def test_renewals_are_hushed_while_transfers_are_held():
