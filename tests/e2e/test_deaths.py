@@ -97,7 +97,9 @@ def test_a14_pages_whose_lease_ended_give_a_recomputation_and_never_tokens(share
             held = threads.submit(answer, cluster, prompt)
             begun = time.monotonic()
             in_flight(cluster)
-            until(lambda: ctx_in_use(cluster) and cluster.pages(ctx_in_use(cluster)[0], "pinned") >= 6, 5, str)
+            until(
+                lambda: cluster.metric("tailrace_pages", role="ctx", state="pinned") >= 6, 5, lambda: "nothing pinned"
+            )
             until(
                 lambda: cluster.metric("tailrace_pages", role="ctx", state="pinned") == 0, 4, lambda: "no lease ended"
             )
