@@ -131,6 +131,12 @@ class LocalCtx:
     def set_hold(self, ordinal: int | None) -> None:
         self.hold_from = ordinal
 
+    def num_live(self, boot: str) -> int:
+        """Writes posted to this gen and not done."""
+        assert isinstance(self.transport, NixlTransport)
+        sender = self.transport._ctx._senders.get(boot)
+        return len(sender.live) if sender is not None else 0
+
     def step(self) -> list[PostDone]:
         """Poll once; returns what has ended since the last call."""
         self.done += [event for event in self.transport.poll() if isinstance(event, PostDone)]
@@ -209,6 +215,9 @@ class ChildCtx:
 
     def set_hold(self, ordinal: int | None) -> None:
         self._ask("set_hold", ordinal)
+
+    def num_live(self, boot: str) -> int:
+        return self._ask("num_live", boot)
 
     def step(self) -> list[PostDone]:
         return self._ask("step") if self.process.is_alive() else []

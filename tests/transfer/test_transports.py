@@ -15,8 +15,8 @@ from tailrace.kv_cache.layout import single_layout
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.errors import PeerError
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
-from tailrace.transfer.messages import PageDescriptor
-from tailrace.transfer.transports.base import ChunkCounts, ReadDone
+from tailrace.transfer.messages import LandingGrant, PageDescriptor
+from tailrace.transfer.transports.base import ChunkCounts, PostJob, ReadDone
 
 PROCESS_KINDS = ("shm", "nixl")
 MakeGen = Callable[..., Gen]
@@ -574,6 +574,29 @@ def test_a_gen_that_does_not_take_its_bytes_leaves_staging_for_another(make_gen)
     assert len(move.ok) == 120 and stuck.posts
 
 
+@pytest.mark.parametrize("who", ["ctx ends it", "gen dies"])
+def test_what_was_posted_when_a_pair_ends_is_lost_and_the_rest_was_never_posted(who, make_gen):
+    gen = make_gen("nixl", 262_144, 130, chunk_bytes=4 << 20)
+    ctx = gen.new_ctx("c1", 130, child=True)
+    src = list(range(1, 65))
+    move = gen.start(KEY, ctx, units_for(src, ctx.write(src, owner=1), src))
+    gen.grant_and_post(move, limit=4)  # gen does not poll, so none of them can be done; two of them find staging
+    wait_for(lambda: ctx.num_live(gen.boot) == 2, "two posted writes")
+    if who == "ctx ends it":
+        ctx.disconnect(gen.boot)
+    else:
+        gen.transport._gen._receivers["c1"].agent.destroy()
+        gen.transport._gen._receivers.clear()
+    done: list[Any] = []
+    wait_for(lambda: [done.extend(ctx.step()), len(done) == 4][1], "four answers")
+    assert sorted(d.lost for d in done) == [False, False, True, True]
+    assert all(d.error and not d.stale for d in done)
+    gen.moves.clear()
+    ctx.post(PostJob(99, KEY, gen.boot, (PageDescriptor(0, 0, 1, 1),), LandingGrant(0, 1, 4 << 20)))
+    wait_for(lambda: [done.extend(ctx.step()), len(done) == 5][1], "an answer without a pair")
+    assert not done[-1].lost
+
+
 # ------------------------------------------------------------------------------------------------ nixl's own evidence
 
 
@@ -661,8 +684,6 @@ def test_chunks_return_when_ctx_says_that_it_posts_no_more(make_gen):
 
 
 def test_a_job_without_a_pair_or_over_its_chunk_is_not_posted(make_gen):
-    from tailrace.transfer.transports.base import PostJob
-
     gen = make_gen("nixl")
     ctx = gen.new_ctx("c1", 200, child=False)
     (grant,) = gen.transport.grants(KEY, "c1", 1)
