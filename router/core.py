@@ -264,7 +264,7 @@ class RouterCore:
         state = self.state
         if held is not None:
             record.seen = record.seen or record.leg == "local" or not record.gen
-            if record.leg == "local" or record.gen:
+            if held.seconds_left is not None and (record.leg == "local" or record.gen):
                 state.prefill.reduce(record.key, int(held.seconds_left * state.workers.rate(worker)))
             if record.leg == "local":
                 state.pages.reduce(record.key, record.pages - held.pages)

@@ -223,7 +223,7 @@ class RouterState:
 
     def tokens_left(self, worker: Worker, rate: float) -> int:
         """Prompt tokens to be computed by a worker, those of unknown requests included."""
-        foreign = sum(held.seconds_left for held in worker.foreign.values())
+        foreign = sum(held.seconds_left or 0.0 for held in worker.foreign.values())
         return self.prefill.total(worker.boot) + int(foreign * rate)
 
     def active(self, worker: Worker) -> int:

@@ -112,9 +112,9 @@ class Scene:
         self.core.link_down(boot)
         self.pump()
 
-    def held(self, boot, *entries, seen=0):
+    def held(self, boot, *entries, seen=0, seconds_left=0.0):
         """Whole set of a worker: (key, leg, pages, needs) each."""
-        sets = tuple(Held(*key, pages, needs, leg, 0.0) for key, leg, pages, needs in entries)
+        sets = tuple(Held(*key, pages, needs, leg, seconds_left) for key, leg, pages, needs in entries)
         self.say(boot, Holding(self.registers[boot].worker, boot, seen, sets))
 
     def cluster(self, num_ctx, num_gen, **more):

@@ -15,6 +15,7 @@ Knows no transport's inside and no model. If it dies its worker dies: gens see a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -138,7 +139,7 @@ class CtxCore:
                 pages=len(a.pinned),
                 needs=0 if a.reader else self._kv.layout.num_pages(a.num_tokens),
                 leg="prefill",
-                seconds_left=a.seconds_left or 0.0,
+                seconds_left=a.seconds_left if a.seconds_left is not None and math.isfinite(a.seconds_left) else None,
             )
             for a in self._attempts.values()
             if not a.cancelled

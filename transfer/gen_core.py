@@ -136,6 +136,10 @@ class GenCore:
         """Whether the loop works on this key and its ingress still wants it."""
         return self._runs.wanted(key)
 
+    def token_sent(self, key: Key) -> None:
+        """The loop has drawn a token of a key that it runs."""
+        self._runs.token_sent(key)
+
     def last_bind_seq(self, router_boot: str) -> int:
         """Number of the last Bind of this router that was handled."""
         return self._last_bind_seq if router_boot == self._router_boot else 0

@@ -115,14 +115,17 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One request in a worker's whole set. `pages`: held here; `needs`: gen pages an unbound request will need."""
+    """One request in a worker's whole set. `pages`: held here; `needs`: gen pages an unbound request will need.
+
+    `seconds_left`: of its prefill; None while it is not known, 0 once it is over.
+    """
 
     request: str
     attempt: int
     pages: int
     needs: int
     leg: str  # prefill | local | decode
-    seconds_left: float
+    seconds_left: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ class _Run:
     pages: int
     deadline: float | None = None
     cancelled: bool = False
+    streaming: bool = False  # its first token is there: no prefill is left
 
 
 class Runs:
@@ -55,7 +56,11 @@ class Runs:
 
     def admit(self, key: Key, pages: int) -> None:
         """A decode begins; its lease runs on."""
-        self._runs[key] = _Run("decode", pages)
+        self._runs[key] = _Run("decode", pages, streaming=True)
+
+    def token_sent(self, key: Key) -> None:
+        """The loop has drawn a token of it."""
+        self._runs[key].streaming = True
 
     def cancel(self, key: Key, reason: str) -> list[Action]:
         run = self._runs[key]
@@ -85,7 +90,7 @@ class Runs:
 
     def holding(self) -> list[Held]:
         return [
-            Held(*key, pages=run.pages, needs=0, leg=run.leg, seconds_left=0.0)
+            Held(*key, pages=run.pages, needs=0, leg=run.leg, seconds_left=0.0 if run.streaming else None)
             for key, run in self._runs.items()
             if not run.cancelled
         ]

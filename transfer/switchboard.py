@@ -264,6 +264,7 @@ class Switchboard:
             for delta in event:
                 key = (delta.request, delta.attempt)
                 if self._gen is not None and self._gen.runs(key):  # else it was cancelled meanwhile
+                    self._gen.token_sent(key)
                     self.outbox.put(key, delta)
             self._flush_soon()
         elif isinstance(event, ce.LoopEnded | ce.LoopFailed):

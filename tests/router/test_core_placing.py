@@ -98,6 +98,17 @@ def test_claims_survive_heartbeats_and_shrink_with_progress():
     assert scene.state.prefill.total(ctx) == 40  # late and lower: claims never rise
 
 
+def test_a_whole_set_that_does_not_know_the_seconds_left_changes_no_claim():
+    scene = Scene(local_prefill_max_tokens=200)
+    _, (gen,) = scene.cluster(1, 1)
+    key = scene.place(tokens=100)
+    assert scene.placed()[0].boot == gen
+    scene.held(gen, (key, "local", 7, 0), seen=10**6, seconds_left=None)
+    assert scene.state.prefill.total(gen) == 100
+    scene.held(gen, (key, "local", 7, 0), seen=10**6, seconds_left=0.0)
+    assert scene.state.prefill.total(gen) == 0
+
+
 # --------------------------------------------------------------------------------------------------------- who is there
 
 

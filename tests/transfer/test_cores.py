@@ -1,5 +1,6 @@
 """Scenarios of the hand-off protocol, both cores and both page books together, in simulated time (handoff_sim)."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,17 @@ def test_pages_are_announced_only_when_their_chunk_has_completed():
     world.run(3)
     finished(*world.requests.values())
     assert announced == [0, 1, 2, 3, 4, 5], "each page once, in order"
+
+
+def test_the_whole_set_says_when_it_does_not_know_how_long_a_prefill_takes():
+    world = World()
+    world.chunk_s = 0.5
+    world.submit("r", prompt(0, 40))
+    core = world.workers["c0"].core
+    core.handle(ce.ChunkLaunched(("r", 0), False, math.inf), world.now)
+    assert [held.seconds_left for held in core.holding()] == [None]
+    core.handle(ce.ChunkLaunched(("r", 0), False, 1.5), world.now)
+    assert [held.seconds_left for held in core.holding()] == [1.5]
 
 
 def test_gen_reads_while_ctx_still_computes():
