@@ -92,6 +92,7 @@ def test_the_whole_set_says_when_it_does_not_know_how_long_a_prefill_takes():
     world = World()
     world.chunk_s = 0.5
     world.submit("r", prompt(0, 40))
+    world.run(0.2)
     core = world.workers["c0"].core
     core.handle(ce.ChunkLaunched(("r", 0), False, math.inf), world.now)
     assert [held.seconds_left for held in core.holding()] == [None]
