@@ -193,7 +193,7 @@ class TailraceConfig(Section):
     model_name: str | None = setting(None, "Name clients use; unset: the model source's own name.", min_length=1)
     dtype: Literal["bfloat16", "float32", "float16"] = setting("bfloat16", "Storage type of pages and arithmetic type.")
     weights: Literal["dense", "quantized"] = setting(
-        "dense", "quantized keeps linear weights packed (int8/int4) on the CPU: faster decode, not equal in value."
+        "dense", "quantized: a gen decodes small batches on the 4-bit weights of a GGUF as they are (CPU, bfloat16)."
     )
     max_request_tokens: int | None = setting(
         None, "Prompt plus output of one request at most; unset: what the model and the smallest pool allow.", ge=2
@@ -271,7 +271,7 @@ class TailraceConfig(Section):
         "least_prefill", "How the router chooses a ctx."
     )
     local_prefill_max_tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = setting(
-        "auto", "Prompts with at most this many uncached tokens are prefilled by a gen itself; auto: by predicted cost."
+        "auto", "Prompts of at most this many tokens are prefilled by a gen itself; auto: by predicted cost."
     )
     local_prefill: Literal["auto", "never"] = setting(
         "auto", "auto: a gen prefills itself where it is cheaper or no ctx lives; never: only with a ctx."

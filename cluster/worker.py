@@ -98,7 +98,7 @@ class Worker:
         weights = load_weights(
             self.source,
             dtype=TORCH_DTYPES[config.dtype],
-            quantized=config.weights == "quantized",
+            quantized=config.weights == "quantized" and spec.role == "gen",  # prefills have too many rows to gain
             progress=lambda done, total: self._progress("load", done / total),
         )
         self.kv = KvManager(layout, num_pages, config.block_tokens, self._arena.generations)
