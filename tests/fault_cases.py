@@ -64,14 +64,16 @@ def seconds(call: Callable[..., Any], *args: Any) -> float:
     return time.monotonic() - started
 
 
-def canary(cluster: LocalCluster, model: Model, idle_s: float, seed: int = 900) -> None:
-    """CANARY: a fresh short request is EQ and takes at most twice its idle latency (and one poll of a busy machine)."""
-    prompt = prompt_of(PAGE + 5, seed)
-    started = time.monotonic()
-    choice = answer(cluster, prompt, 8)
-    took = time.monotonic() - started
-    compare(model, [prompt], [choice], 8).check()
-    assert took <= 2 * idle_s + 0.1, (took, idle_s)
+def canary(cluster: LocalCluster, model: Model, idle_s: float, seed: int = 1000) -> None:
+    """CANARY: fresh short requests are EQ and take at most twice their idle latency (both the best of three)."""
+    prompts = [prompt_of(PAGE + 5, 10 * seed + s) for s in range(3)]
+    choices, times = [], []
+    for prompt in prompts:
+        started = time.monotonic()
+        choices.append(answer(cluster, prompt, 8))
+        times.append(time.monotonic() - started)
+    compare(model, prompts, choices, 8).check()
+    assert min(times) <= 2 * idle_s + 0.02, (times, idle_s)
 
 
 def idle_latency(cluster: LocalCluster) -> float:
