@@ -9,6 +9,7 @@ from oracle import Comparison, Mismatch, compare_greedy, greedy, reference, same
 from transformers import AutoModelForCausalLM
 
 from tailrace.engine.engine import NOT_FINITE, NOTHING_TO_DRAW, Engine, padded_rows, pool_tensor
+from tailrace.engine.sampler import Sampler
 from tailrace.engine.sequence import sampler_states
 from tailrace.engine.step import Row, SamplerState, StepPlan
 from tailrace.model.decoder import Decoder
@@ -197,6 +198,25 @@ def test_several_samplers_of_a_row_share_its_logits_and_draw_apart(tiny):
     assert len(many.tokens) == len(many.logprobs) == 8 and len(set(many.tokens)) > 1
     assert len({logprob.top for logprob in many.logprobs if logprob}) == 1
     assert one.tokens == ref.generate([prompts_of([9], seed=5)[0]], greedy(1))[0].ids
+
+
+def test_the_sampler_is_told_the_position_of_the_token_it_draws(tiny, monkeypatch):
+    """Else a sample would draw other random numbers after a hand-off or a recompute than without."""
+    ref = reference(tiny("llama"))
+    told: list[int] = []
+    real = Sampler.sample
+
+    def sample(self, logits, states, positions):
+        told.extend(positions)
+        return real(self, logits, states, positions)
+
+    monkeypatch.setattr(Sampler, "sample", sample)
+    ids = prompts_of([32])[0]
+    states = sampler_states(greedy(4), range(2), 32, frozenset(), {}, [])
+    ref.engine.step(StepPlan([Row("r", ids32(ids[:20]), 0, ids32([1, 2, 3]))]))
+    ref.engine.step(StepPlan([Row("r", ids32(ids[20:]), 20, ids32([1, 2, 3]), states)]))
+    ref.engine.step(StepPlan([Row("r", ids32([7]), 32, ids32([1, 2, 3]), greedy_state(32))]))
+    assert told == [32, 32, 33]
 
 
 def test_prompt_logprobs_equal_transformers_whatever_the_chunks(tiny):
