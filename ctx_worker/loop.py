@@ -95,8 +95,8 @@ class CtxLoop:
     def run(self, stop: threading.Event) -> None:
         """Passes until `stop` is set."""
         while not stop.is_set():
-            if not self.run_pass():
-                self.node.wait(BLOCKED_WAIT_S if self._jobs else IDLE_WAIT_S)
+            if not self.run_pass() and not self.node.wait(BLOCKED_WAIT_S if self._jobs else IDLE_WAIT_S):
+                self._check_books()
 
     def run_pass(self) -> bool:
         """One pass; False if there was nothing to compute."""
@@ -261,6 +261,9 @@ class CtxLoop:
         stats.prefill_tokens_queued = self.scheduler.num_queued_tokens
         stats.prefill_tokens_per_s = self.scheduler.tokens_per_s
         stats.stamp = now
+
+    def _check_books(self) -> None:
+        """Once after a busy time, and only when nothing has come for a while: the recount looks at every page."""
         if not self._jobs and not self._checked:
             self.kv.check()
             self._checked = True

@@ -84,8 +84,8 @@ class GenLoop:
     def run(self, stop: threading.Event) -> None:
         """Passes until `stop` is set."""
         while not stop.is_set():
-            if not self.run_pass():
-                self.node.wait(BLOCKED_WAIT_S if self._requests else IDLE_WAIT_S)
+            if not self.run_pass() and not self.node.wait(BLOCKED_WAIT_S if self._requests else IDLE_WAIT_S):
+                self._check_books()
 
     def run_pass(self) -> bool:
         """One pass; False if there was nothing to compute."""
@@ -488,7 +488,10 @@ class GenLoop:
             stats.prefill_tokens_queued = self.prefill.num_queued_tokens
             stats.prefill_tokens_per_s = self.prefill.tokens_per_s
         stats.stamp = now
-        if not requests and not self._checked:
+
+    def _check_books(self) -> None:
+        """Once after a busy time, and only when nothing has come for a while: the recount looks at every page."""
+        if not self._requests and not self._checked:
             self.kv.check()
             self._checked = True
 

@@ -371,10 +371,19 @@ def test_the_loop_sleeps_when_idle_and_checks_its_books():
     checks: list = []
     ctx.kv.check, real = (lambda: checks.append(real())), ctx.kv.check
     stop = threading.Event()
-    ctx.node.wait = lambda timeout_s: (ctx.node.waits.append(timeout_s), len(ctx.node.waits) == 3 and stop.set())
+    checked: list[int] = []  # how many checks there had been at each wait
+
+    def wait(timeout_s: float) -> bool:
+        ctx.node.waits.append(timeout_s)
+        checked.append(len(checks))
+        if len(checked) == 4:
+            stop.set()
+        return len(checked) == 1  # woken at once the first time: it is not idle yet, and nobody waits for a recount
+
+    ctx.node.wait = wait
     ctx.loop.run(stop)
-    assert ctx.node.waits == [IDLE_WAIT_S] * 3
-    assert len(checks) == 1
+    assert ctx.node.waits == [IDLE_WAIT_S] * 4
+    assert checked == [0, 0, 1, 1]
     assert ctx.node.loop_stats.phase == "run" and ctx.node.loop_stats.stamp == ctx.clock.now
 
 

@@ -567,10 +567,19 @@ def test_the_loop_sleeps_when_idle_and_checks_its_books():
     checks: list = []
     gen.kv.check, real = (lambda: checks.append(real())), gen.kv.check
     stop = threading.Event()
-    gen.node.wait = lambda timeout_s: (gen.node.waits.append(timeout_s), len(gen.node.waits) == 3 and stop.set())
+    checked: list[int] = []  # how many checks there had been at each wait
+
+    def wait(timeout_s: float) -> bool:
+        gen.node.waits.append(timeout_s)
+        checked.append(len(checks))
+        if len(checked) == 4:
+            stop.set()
+        return len(checked) == 1  # woken at once the first time: it is not idle yet, and nobody waits for a recount
+
+    gen.node.wait = wait
     gen.loop.run(stop)
-    assert gen.node.waits == [IDLE_WAIT_S] * 3
-    assert len(checks) == 1
+    assert gen.node.waits == [IDLE_WAIT_S] * 4
+    assert checked == [0, 0, 1, 1]
     assert gen.node.loop_stats.stamp == gen.clock.now
 
 
