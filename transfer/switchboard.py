@@ -70,6 +70,7 @@ log = logging.getLogger(__name__)
 
 FULL_LINK_BYTES = 1 << 20  # an ingress link with this much unsent gets no more until it drains
 FULL_LINK_RETRY_S = 0.01
+CHECK_AFTER_S = 0.25  # idle for so long: the recount looks at every page, and frames that come meanwhile wait for it
 _FAULT_KINDS: dict[type, str] = {Ready: "ready", Handoff: "handoff", Release: "release"}
 
 
@@ -164,7 +165,7 @@ class Switchboard:
         self._rate = TransferRate()
         self._drain_s: float | None = None
         self._flush_due = self._flush_late = False
-        self._checked = True
+        self._checked, self._fed_at = True, 0.0
 
     # --------------------------------------------------------------------------------------------------- cores, actions
 
@@ -173,8 +174,8 @@ class Switchboard:
         if core is None:
             self.stale_frame()
             return
-        self._checked = False
-        for action in core.handle(event, self._clock()):
+        self._checked, self._fed_at = False, self._clock()
+        for action in core.handle(event, self._fed_at):
             self._act(action, core)
 
     def feed_all(self, event: Any) -> None:
@@ -564,7 +565,7 @@ class Switchboard:
             if self._gen is None or not self._gen.uses(boot):
                 self._end_pair(boot)
                 self.pairs.retire(boot)
-        if not self._checked and self.idle:
+        if not self._checked and self._clock() - self._fed_at >= CHECK_AFTER_S and self.idle:
             self._checked = True
             self.kv.check()
 

@@ -46,8 +46,8 @@ from tailrace.transfer.messages import (
     unpack_ids,
 )
 from tailrace.transfer.metrics import exposition
-from tailrace.transfer.node import Node, NodeFailed
-from tailrace.transfer.switchboard import NodeConfig
+from tailrace.transfer.node import TICK_S, Node, NodeFailed
+from tailrace.transfer.switchboard import CHECK_AFTER_S, NodeConfig
 from tailrace.transfer.transports.in_process import Exchange, InProcessTransport
 from tailrace.transfer.transports.nixl import ChunkConfig, NixlTransport
 from tailrace.transfer.transports.reading import Mapped
@@ -335,6 +335,20 @@ def test_a_cancel_reaches_the_loop_and_frees_both_sides(rig):
     rig.ctx.ended(KEY, "cancelled")
     until(lambda: rig.gen.kv.counts().used == 0 and rig.ctx.kv.counts().used == 0)
     until(lambda: rig.gen.idle and rig.ctx.idle)
+
+
+def test_the_books_are_recounted_once_nothing_has_come_for_a_while(one_rig):
+    rig = one_rig()
+    checks: list[float] = []
+    rig.gen.kv.check, real = (lambda: (checks.append(time.monotonic()), real())), rig.gen.kv.check
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("g0", submit(8, leg="local"))
+    event(rig.gen, Arrived)
+    ended = time.monotonic()
+    rig.gen.ended(KEY, "finished")
+    until(lambda: checks)
+    time.sleep(3 * TICK_S)
+    assert len(checks) == 1 and checks[0] - ended >= CHECK_AFTER_S
 
 
 def test_a_local_prefill_needs_no_peer(one_rig):
