@@ -1,13 +1,13 @@
 """The exception tree, split by whose fault it is. "Does not fit now" is a return value and stands nowhere here.
 
-    TailraceError
-    ├── ClientError            the request is wrong: 4xx, never retried, opens no breaker
-    ├── ConfigError            the operator's file or checkpoint is wrong: refused at construction
-    ├── WorkerError            our own fault: 5xx, may be retried elsewhere
-    │   └── LedgerError        a page conservation law is broken: the process stops
-    └── PeerError              the other process's fault or absence: retried, never blamed on the client
-        ├── PairRefused        compat records differ; names the field and both values
-        └── ProtocolError      a frame that is malformed, too large or of an unknown kind
+TailraceError
+├── ClientError            the request is wrong: 4xx, never retried, opens no breaker
+├── ConfigError            the operator's file or checkpoint is wrong: refused at construction
+├── WorkerError            our own fault: 5xx, may be retried elsewhere
+│   └── LedgerError        a page conservation law is broken: the process stops
+└── PeerError              the other process's fault or absence: retried, never blamed on the client
+    ├── PairRefused        compat records differ; names the field and both values
+    └── ProtocolError      a frame that is malformed, too large or of an unknown kind
 """
 
 from __future__ import annotations

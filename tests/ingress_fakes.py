@@ -442,9 +442,7 @@ async def ingress(cluster: FakeCluster, **changes) -> AsyncIterator[Api]:
         config, remembering(), source.chat_template, BlockHasher(SECRET, 16),
         RouterLink(cluster.find, me, SECRET), WorkerLinks(me, SECRET),
     )  # fmt: skip
-    server = Server(
-        uvicorn.Config(build_app(service), port=0, log_level="critical", timeout_graceful_shutdown=2)
-    )
+    server = Server(uvicorn.Config(build_app(service), port=0, log_level="critical", timeout_graceful_shutdown=2))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.005)
