@@ -178,8 +178,8 @@ class GenLoop:
         """A waiting hand-off joins the batch; its samples share the full pages and copy the open one."""
         others = request.live[1:]
         copies = self._allocate_copies(request.num_tokens, len(others))
-        if copies is None and (self.scheduler.running or (self.prefill is not None and len(self.prefill))):
-            return  # it keeps its place and its pages
+        if copies is None and (self.scheduler.running or any(s.pages for s in self.prefill or ())):
+            return  # it keeps its place and its pages: what runs will give some back
         self.scheduler.drop(request)
         first = request.live[0]
         self.scheduler.start(first)

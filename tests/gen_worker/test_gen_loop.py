@@ -561,6 +561,20 @@ def test_tokens_carry_the_time_since_the_one_before():
     assert gaps == pytest.approx([0.001, 0.501, 0.001])
 
 
+def test_samples_do_not_wait_for_a_local_prompt_that_waits_for_their_pages():
+    gen = Gen(num_pages=4)
+    there = gen.local("there", prompt_of(1))
+    gen.admit("two", prompt_of(1), samples=2, max_tokens=2)
+    lent = gen.kv.allocate(gen.kv.available())  # neither the copy of the open page nor the local prompt fits
+    for _ in range(4):
+        gen.loop.run_pass()
+    assert gen.node.deltas(("two", 0))
+    gen.kv.release(lent)
+    gen.drain()
+    assert gen.node.ends[there] == "finished"
+    gen.assert_quiet()
+
+
 def test_the_loop_sleeps_when_idle_and_checks_its_books():
     gen = Gen()
     gen.admit("r", prompt_of(5))
