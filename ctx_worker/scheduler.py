@@ -6,6 +6,9 @@ So a short prompt behind a huge one waits a few chunks, and the huge one advance
 stream of short ones. A request ages after `ageing_s`; each step of priority below the most urgent one present takes as
 long again. Priority: lower is more urgent.
 
+Prompts share a pass only while that makes it cheaper: where a pass is full, a second prompt would just hold up the
+first. How many tokens fill a pass depends on the hardware and is told.
+
 A sequence gets pages for its whole prompt when it is first chosen, or none: what has started can always finish, so
 prefills cannot wait for each other. While the elder does not fit, nothing else is started, so it is not overtaken for
 ever; a younger one that does not fit is stepped over.
@@ -32,16 +35,25 @@ class PrefillScheduler:
         max_rows: sequences in a pass at most.
         ageing_s: waiting time after which a request may be the elder.
         elder_share: part of the budget that the elder gets.
+        full_tokens: prompts beside the elder run in one pass only if they have no more tokens than this together; None:
+            as many as the budget allows. For a machine where a token costs the same in a larger pass.
     """
 
     def __init__(
-        self, max_num_tokens: int, *, max_rows: int = 64, ageing_s: float = 1.0, elder_share: float = 0.5
+        self,
+        max_num_tokens: int,
+        *,
+        max_rows: int = 64,
+        ageing_s: float = 1.0,
+        elder_share: float = 0.5,
+        full_tokens: int | None = None,
     ) -> None:
         self.max_num_tokens = max_num_tokens
         self.tokens_per_s = 0.0
         self._max_rows = max_rows
         self._ageing_s = ageing_s
         self._elder_share = elder_share
+        self._full_tokens = math.inf if full_tokens is None else full_tokens
         self._sequences: dict[Sequence, None] = {}
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -92,11 +104,13 @@ class PrefillScheduler:
                 budget -= granted[elder]
             else:
                 may_start = False
-        refusals = 0
+        refusals = taken = 0
         for sequence in sorted(self._sequences, key=_urgency):
             if budget <= 0:
                 break
             already = granted.get(sequence, 0)
+            if taken and taken + sequence.remaining > self._full_tokens:
+                continue
             if not already and len(granted) >= self._max_rows:
                 continue
             if not sequence.pages:
@@ -109,6 +123,7 @@ class PrefillScheduler:
             if more > 0:
                 granted[sequence] = already + more
                 budget -= more
+                taken += more
         return [Chunk(sequence, num_tokens) for sequence, num_tokens in granted.items()]
 
     def _elder(self, now: float) -> Sequence | None:

@@ -57,6 +57,23 @@ def test_the_shortest_remaining_prompt_goes_first():
     assert bench.step() == {"short": 40, "long": 24}
 
 
+def test_prompts_that_fill_a_pass_run_one_after_the_other():
+    bench = Bench(ageing_s=math.inf, full_tokens=32)
+    for name, length in (("a", 10), ("b", 20), ("c", 30), ("d", 100)):
+        bench.add(name, length)
+    assert [bench.step() for _ in range(4)] == [{"a": 10, "b": 20}, {"c": 30}, {"d": 64}, {"d": 36}]
+
+
+def test_behind_an_elder_one_prompt_runs_whatever_its_size():
+    bench = Bench(ageing_s=2.0, full_tokens=16)
+    bench.add("huge", 1000)
+    bench.now = 3.0
+    bench.add("a", 30)
+    bench.add("b", 30)
+    assert bench.step() == {"huge": 32, "a": 30}
+    assert bench.step() == {"huge": 32, "b": 30}
+
+
 def test_many_short_prompts_share_a_pass():
     bench = Bench()
     for i in range(6):
