@@ -26,6 +26,7 @@ from tailrace.kv_cache.layout import PageLayout, single_layout
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
 from tailrace.transfer.messages import LandingGrant, PageDescriptor
 from tailrace.transfer.transports.base import (
+    ChunkCounts,
     CopyFailed,
     LandedIn,
     PageHook,
@@ -61,10 +62,13 @@ def stamp(owner: int, page: int, page_bytes: int) -> np.ndarray:
     return (words + np.uint64(owner * 1_000_003 + page * 10_007)).view(np.uint8)
 
 
+def worker_name(role: str) -> str:
+    """Names this test process, so that what is left behind can be told apart, also what its children made."""
+    return f"t{os.getpid()}_{role}{next(_names)}"
+
+
 def new_arena(worker: str, boot: str, page_bytes: int, num_pages: int) -> Arena:
-    return Arena.create(
-        arena_name(f"t{os.getpid()}_tr", f"{worker}{next(_names)}", boot), layout(page_bytes), num_pages
-    )
+    return Arena.create(arena_name("test", worker, boot), layout(page_bytes), num_pages)
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
@@ -91,9 +95,10 @@ class LocalCtx:
         num_pages: int,
         exchange: Exchange | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        worker: str | None = None,
     ) -> None:
         self.boot, self.page_bytes = boot, page_bytes
-        self.arena = new_arena("ctx", boot, page_bytes, num_pages)
+        self.arena = new_arena(worker or worker_name("ctx"), boot, page_bytes, num_pages)
         memory = Mapped(self.arena.pages, self.arena.generations)
         self.transport: Transport
         if kind == "shm":
@@ -152,9 +157,11 @@ class LocalCtx:
         self.arena.unlink()
 
 
-def _serve(kind: str, boot: str, page_bytes: int, num_pages: int, chunk_bytes: int, pipe: Connection) -> None:
+def _serve(
+    kind: str, boot: str, page_bytes: int, num_pages: int, chunk_bytes: int, worker: str, pipe: Connection
+) -> None:
     """The process of a ChildCtx: polls, and does what it is told."""
-    ctx = LocalCtx(kind, boot, page_bytes, num_pages, chunk_bytes=chunk_bytes)
+    ctx = LocalCtx(kind, boot, page_bytes, num_pages, chunk_bytes=chunk_bytes, worker=worker)
     done: list[PostDone] = []
     pipe.send("ready")
     while True:
@@ -181,7 +188,7 @@ class ChildCtx:
     def __init__(self, kind: str, boot: str, page_bytes: int, num_pages: int, chunk_bytes: int) -> None:
         self.boot, self.page_bytes = boot, page_bytes
         self._pipe, theirs = _SERVER.Pipe()
-        args = (kind, boot, page_bytes, num_pages, chunk_bytes, theirs)
+        args = (kind, boot, page_bytes, num_pages, chunk_bytes, worker_name("ctx"), theirs)
         self.process = _SERVER.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
@@ -274,7 +281,7 @@ class Gen:
 
     def __init__(self, kind: str, page_bytes: int, num_pages: int, boot: str = GEN, **options: Any) -> None:
         self.kind, self.boot, self.page_bytes = kind, boot, page_bytes
-        self.arena = new_arena("gen", boot, page_bytes, num_pages)
+        self.arena = new_arena(worker_name("gen"), boot, page_bytes, num_pages)
         self.arena.pages[:] = 0xEE
         self.exchange = Exchange()
         self.chunk_bytes: int = options.pop("chunk_bytes", CHUNK_BYTES)
@@ -438,3 +445,20 @@ def units_for(pages: Sequence[int], generations: Sequence[int], dst: Sequence[in
 
 def random_pages(rng: random.Random, n: int, num_pages: int) -> list[int]:
     return rng.sample(range(1, num_pages), n)
+
+
+def assert_moved(gen: Gen, units: list[tuple[PageDescriptor, int]], owner: int) -> None:
+    for descriptor, dst in units:
+        wrong = np.flatnonzero(gen.arena.pages[dst] != stamp(owner, descriptor.page, gen.page_bytes))
+        assert not len(wrong), f"page {dst} (ordinal {descriptor.ordinal}) differs from byte {wrong[:1]} on"
+
+
+def assert_untouched(gen: Gen, pages: set[int]) -> None:
+    others = [p for p in range(gen.arena.num_pages) if p not in pages]
+    assert (gen.arena.pages[others] == 0xEE).all(), "a page that nobody asked for was written"
+
+
+def assert_quiet(gen: Gen) -> None:
+    counts = gen.transport.counts()
+    assert counts == ChunkCounts(counts.total, 0, 0, counts.total)
+    wait_for(lambda: [gen.step(), not gen.transport.busy()][1], "the transport to come to rest")
