@@ -29,6 +29,7 @@ from fault_cases import (
 from harness import LocalCluster, sse_events, until
 
 POOL = 32  # pages of each worker
+LONG = 240  # tokens of an output that, four at a time, twice fills that pool
 both = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
@@ -142,9 +143,9 @@ def test_a15_those_that_gave_way_are_computed_again_without_a_second_pull(shared
         before, preempted = moved(cluster), cluster.metric("tailrace_preemptions_total", role="gen")
         prompts = [prompt_of(40, s) for s in range(13, 17)]
         started = time.monotonic()
-        choices = answers(cluster, prompts, 160)
+        choices = answers(cluster, prompts, LONG)
         took = time.monotonic() - started
-        compare(model, prompts, choices, 160)
+        compare(model, prompts, choices, LONG)
         assert_reached(model, prompts, choices)
         assert cluster.settled_metric("tailrace_preemptions_total", role="gen") - preempted >= 2
         assert moved(cluster) - before == 4 * 3 * PAGE_BYTES, "pulled again, or not at all"
@@ -153,14 +154,14 @@ def test_a15_those_that_gave_way_are_computed_again_without_a_second_pull(shared
 
 def timed(cluster: LocalCluster, prompt: list[int]) -> float:
     started = time.monotonic()
-    answer(cluster, prompt, 160)
+    answer(cluster, prompt, LONG)
     return time.monotonic() - started
 
 
 def assert_reached(model: Model, prompts: list[list[int]], choices: list[dict]) -> None:
     """All are EQ by the margin rule; long outputs of a tiny model may meet a near tie, so no share is demanded."""
-    assert all(len(choice["token_ids"]) == 160 for choice in choices)
-    assert compare(model, prompts, choices, 160).compared >= 4 * 40
+    assert all(len(choice["token_ids"]) == LONG for choice in choices)
+    assert compare(model, prompts, choices, LONG).compared >= 4 * 40
 
 
 # ------------------------------------------------------------------------------------------------------- failures
