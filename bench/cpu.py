@@ -129,7 +129,7 @@ def engine_rows(args: argparse.Namespace, names: list[str], threads: int) -> lis
 
 
 def main() -> None:
-    args = arguments(__doc__.splitlines()[0], NAMES)
+    args = arguments((__doc__ or "").splitlines()[0], NAMES)
     threads = len(os.sched_getaffinity(0))
     rows: list[Row] = []
     if names := [name for name in args.names if name in ENGINE_NAMES]:
