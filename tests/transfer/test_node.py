@@ -139,6 +139,7 @@ class Rig:
 
     def __init__(self, kind, monkey=None, **changes):
         self.kind, self.closers, self.nodes, self.memory, self.arenas = kind, [], {}, {}, {}
+        self.made = []  # every arena, also of nodes that did not start or were replaced
         self.exchange = Exchange()
         self.router, self.ingress = Hub("router", "router-1"), Hub("ingress", "ingress-1")
         self.port = self.router.listen()
@@ -148,6 +149,7 @@ class Rig:
     def node(self, home, worker, *, faults=False, compat=COMPAT, **changes):
         boot = secrets.token_hex(4)
         arena = Arena.create(arena_name("nodetest", worker, boot), layout(), PAGES)
+        self.made.append(arena)
         kv = KvManager(layout(), PAGES, PAGE, arena.generations)
         config = NodeConfig(
             worker=worker, boot=boot, home=home, duty=home, host="127.0.0.1", secret=SECRET, compat=compat,
@@ -190,9 +192,10 @@ class Rig:
             node.stop()
         self.router.close()
         self.ingress.close()
-        for arena in self.arenas.values():
+        for arena in self.made:
             arena.close()
             arena.unlink()
+        self.made.clear()
 
 
 def until(condition, timeout_s=5.0):
