@@ -18,14 +18,16 @@ from tailrace.kernels.paged_attention import PagedPool, RowSpan, plan_attention
 from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout
 from tailrace.model.decoder import Decoder
 from tailrace.model.errors import ConfigError
+from tailrace.model.linear import ONE_THREAD_ROWS
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOT_FINITE = "the state of this request is not finite: a page it read holds NaN or infinity"
 NOTHING_TO_DRAW = "no token can be drawn: every logit is -inf or NaN after penalties and bias"
 
 _PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once when a prompt's logprobs are wanted
-# Up to here a step's operators are so small that waking a second thread for each costs more than it saves.
-_ONE_THREAD_ROWS = 8
+# Threads sleep between operators (cluster/rank.py), and waking two for a small one costs more than the second saves;
+# the products of a large step wake them themselves (model/linear.py).
+_FEW_THREADS = 2
 
 
 def pool_tensor(pages: np.ndarray, layout: PageLayout) -> torch.Tensor:
@@ -109,7 +111,8 @@ class Engine:
         np.concatenate([row.ids for row in rows], out=ids[:num_tokens])
         np.concatenate([np.arange(s.start, s.start + s.num_new) for s in spans], out=positions[:num_tokens])
         self._pool.clear_fresh(spans)
-        torch.set_num_threads(1 if num_tokens <= _ONE_THREAD_ROWS else self._threads)
+        one = num_tokens <= ONE_THREAD_ROWS or self._threads <= _FEW_THREADS
+        torch.set_num_threads(1 if one else self._threads)
         hidden = self._decoder.forward(
             torch.from_numpy(ids), torch.from_numpy(positions), self._pool, attention, num_layers
         )

@@ -7,6 +7,7 @@ rows are few; a bf16 copy in oneDNN's own layout wins for many. Nothing here kno
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from tailrace.model.quantized import GROUP, Int4Groups
 # Rows up to which the 4-bit product is faster than the bf16 one. Its time grows with the rows, since every few rows
 # decode the weights anew; the bf16 product's time is that of reading its weights, up to about 16 rows.
 MAX_INT4_ROWS = 4
+
+ONE_THREAD_ROWS = 8  # a step of so few rows is done sooner on one thread than others can be woken
 
 _PACKING_ROWS = 4096
 
@@ -36,14 +39,39 @@ class Linear(Protocol):
         ...
 
 
-class DenseLinear:
+class _Product(ABC):
+    """A dense product, on all threads for many rows even where the step's small operators run on one.
+
+    All threads are those that torch had when the weights were loaded.
+    """
+
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        threads = torch.get_num_threads()
+        if x.shape[0] <= ONE_THREAD_ROWS or threads >= self._threads:
+            return self._multiply(x)
+        torch.set_num_threads(self._threads)
+        try:
+            return self._multiply(x)
+        finally:
+            torch.set_num_threads(threads)
+
+    @abstractmethod
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + b on the threads that torch has now."""
+
+
+class DenseLinear(_Product):
     """weight: [out_features, in_features];  bias: [out_features] or None. The only kind in float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
 
     @property
@@ -51,7 +79,7 @@ class DenseLinear:
         return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
 
-class PrepackedLinear:
+class PrepackedLinear(_Product):
     """A bf16 weight in oneDNN's blocked layout: the same product without reordering the weight on every call.
 
     For few rows that reordering is most of the time (measured 1.3 to 2 times faster up to 16 rows, equal from 128).
@@ -59,11 +87,12 @@ class PrepackedLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight: [out_features, in_features] bfloat16 on a CPU for which `prepacking_works()`."""
+        super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     @property
