@@ -279,10 +279,14 @@ class Placer:
             return state.workers.back_in_s(("ctx", "gen", "both"), now)
         rate = sum(map(state.workers.rate, workers))
         needed = self._pages(record, gens) if record is not None else 1
+        pages_per_s = state.pages_back.per_s(now)
+        if pages_per_s:  # few pages have come back where few were taken: that alone must refuse nobody
+            total = sum(g.register.total_pages for g in gens)
+            pages_per_s = max(pages_per_s, total / state.settings.max_wait_s)
         return next_grant_s(
             least_backlog_s=min(map(self.backlog_s, workers)),
             max_backlog_s=state.settings.max_backlog_s,
             waiting_s=state.queue.num_tokens / rate if rate > 0 else math.inf,
             missing_pages=needed + state.queue.needed_pages - state.pool_pages(gens),
-            pages_per_s=state.pages_back.per_s(now),
+            pages_per_s=pages_per_s,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from router_scene import Scene
+from router_scene import PAGE, Scene
 
 from tailrace.model.errors import ConfigError, ProtocolError
 from tailrace.router.settings import RouterSettings
@@ -96,6 +96,18 @@ def test_claims_survive_heartbeats_and_shrink_with_progress():
     assert scene.state.prefill.total(ctx) == 40
     scene.progress(key, ready=20, seconds_left=9.0, last=False)
     assert scene.state.prefill.total(ctx) == 40  # late and lower: claims never rise
+
+
+def test_few_pages_coming_back_refuse_nobody_while_few_were_taken():
+    scene = Scene()
+    scene.cluster(1, 1, total=40)
+    small = scene.place(tokens=PAGE // 2)
+    scene.done(small)
+    scene.wait(9.0)
+    scene.place(tokens=36 * PAGE)
+    waiting = scene.place(tokens=30 * PAGE)
+    assert len(scene.placed()) == 2 and not scene.refused()
+    assert waiting in scene.state.queue
 
 
 def test_a_whole_set_that_does_not_know_the_seconds_left_changes_no_claim():
