@@ -21,21 +21,32 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 _QUERY_BLOCK = 128  # queries of a chunk that are scored at once; bounds the scores and skips what causality hides
 _QUERY_STEP = 32  # a chunk's last block is padded to a multiple of this
 _KEY_STEP = 64  # keys are padded to a multiple of this
 _WASTE_TOKENS = 256  # padding that one more group of decode rows would cost as much as
-_FLOAT32_TOKENS = 512  # up to here decode is faster in float32, which needs no compiled kernel for each shape
+_FUSED_KEYS = 1024  # keys up to which a chunk of one block is attended by the fused operator
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """A row's new tokens [start, start + num_new) and its page table, page of each ordinal: [num_pages] int."""
+    """A row's new tokens [start, start + num_new) and its page table, page of each ordinal: [num_pages] int.
+
+    `num_drafts`: the last so many tokens are guesses. Rows that grow with the sequence may be written for them, since
+    who comes back to such a position writes it again before anybody reads it; what is overwritten in place may not.
+    """
 
     start: int
     num_new: int
     pages: np.ndarray
+    num_drafts: int = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens whose state stays."""
+        return self.num_new - self.num_drafts
 
 
 class PagedPool:
@@ -65,8 +76,7 @@ class _Group:
 
     gather: a layer each, index into PagedPool.page_rows, [k|v, row, kv_head, page] flat.
     narrow: (first, number) of the gathered tokens to use; None for all.
-    mask: [rows * kv_heads, 1, tokens used], 0 or -inf; None if nothing is hidden.
-    in_float32: compute in float32 whatever the pool's dtype.
+    mask: [rows, 1, 1, tokens used], 0 or -inf; None if nothing is hidden.
     """
 
     first: int
@@ -74,7 +84,6 @@ class _Group:
     gather: Sequence[torch.Tensor]
     narrow: tuple[int, int] | None
     mask: torch.Tensor | None
-    in_float32: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +166,7 @@ def paged_attention(
     """
     groups, chunks = plan.groups[window], plan.chunks[window]
     if len(groups) == 1 and groups[0].last == len(q):
-        return _decode(q, pool, layer, groups[0]).to(q.dtype)
+        return _decode(q, pool, layer, groups[0])
     out = torch.zeros(q.shape, dtype=q.dtype)
     for group in groups:
         out[group.first : group.last] = _decode(q[group.first : group.last], pool, layer, group)
@@ -171,18 +180,14 @@ def paged_attention(
 
 
 def _decode(q: torch.Tensor, pool: PagedPool, layer: int, group: _Group) -> torch.Tensor:
+    """The queries of one key head stand as a sequence of their own: one fused operator for any grouping of heads."""
     rows, heads, dim = q.shape
-    batch = rows * pool.kv_heads
-    past = pool.page_rows.index_select(0, group.gather[layer]).view(2, batch, -1, dim)
+    past = pool.page_rows.index_select(0, group.gather[layer]).view(2, rows, pool.kv_heads, -1, dim)
     if group.narrow is not None:
-        past = past.narrow(2, *group.narrow)
-    if group.in_float32:
-        q, past = q.to(torch.float32), past.to(torch.float32)
+        past = past.narrow(3, *group.narrow)
     k, v = past.unbind(0)
-    scores = torch.bmm((q * dim**-0.5).view(batch, -1, dim), k.transpose(1, 2))
-    if group.mask is not None:
-        scores += group.mask
-    return torch.bmm(scores.softmax(-1), v).view(rows, heads, dim)
+    queries = q.reshape(rows, pool.kv_heads, -1, dim)
+    return functional.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask).reshape(rows, heads, dim)
 
 
 def _prefill(q: torch.Tensor, kv: torch.Tensor, pool: PagedPool, layer: int, chunk: _Chunk, out: torch.Tensor) -> None:
@@ -194,6 +199,9 @@ def _prefill(q: torch.Tensor, kv: torch.Tensor, pool: PagedPool, layer: int, chu
     else:
         past = pool.page_rows.index_select(0, chunk.gather[layer]).view(2, kv_heads, -1, dim)
     k, v = past.unbind(0)
+    if len(chunk.blocks) == 1 and chunk.num_keys <= _FUSED_KEYS:
+        _prefill_fused(q, k, v, chunk.blocks[0], out)
+        return
     grouped = (q * dim**-0.5).view(tokens, kv_heads, per_group, dim).permute(1, 2, 0, 3)
     grouped = _padded(grouped, chunk.blocks[-1].q_last)
     for block in chunk.blocks:
@@ -206,6 +214,21 @@ def _prefill(q: torch.Tensor, kv: torch.Tensor, pool: PagedPool, layer: int, chu
         attended = attended.view(kv_heads, per_group, count, dim).permute(2, 0, 1, 3)
         into = out[block.q_first : block.q_last].view(-1, kv_heads, per_group, dim)
         into.copy_(attended[: len(into)])
+
+
+def _prefill_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, out: torch.Tensor) -> None:
+    """A short chunk: its scores stay float32 inside the operator, where bmm would round them to 8 bits in bf16.
+
+    The first word of an answer may hang on that: two near words changed places with the CPU's bf16 kernels. For more
+    keys the operator takes up to twice as long as the two products.
+    """
+    tokens, heads, dim = q.shape
+    kv_heads, keys = len(k), slice(block.k_first, block.k_last)
+    grouped = q.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3)
+    mask = functional.pad(block.mask[:tokens], (block.k_last - block.k_first - block.mask.shape[1], 0))
+    k, v = (x[:, None, keys].expand(-1, grouped.shape[1], -1, -1) for x in (k, v))
+    attended = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+    out.copy_(attended.permute(2, 0, 1, 3).reshape(tokens, heads, dim))
 
 
 def _padded(x: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -273,26 +296,20 @@ def _plan_groups(pool: PagedPool, rows: Sequence[RowSpan], window: int | None) -
 def _plan_group(
     pool: PagedPool, rows: Sequence[RowSpan], seen: Sequence[tuple[int, int, int]], first: int, last: int
 ) -> _Group:
-    size, dtype = pool.tokens_per_page, pool.kv.dtype
-    count = last - first
-    bounds = np.array([(start, end) for _, start, end in seen[first:last]])
-    skip, width = int(bounds[:, 0].min()), int(bounds[:, 1].max())
-    in_float32 = count * width <= _FLOAT32_TOKENS or dtype is torch.float32
-    if not in_float32:
-        skip, width = 0, _rounded(width)
-    table = np.zeros((count, -(-width // size)), np.int64)
+    size = pool.tokens_per_page
+    starts, ends = zip(*((start, end) for _, start, end in seen[first:last]), strict=True)
+    skip, width = min(starts), max(ends)
+    table = np.zeros((last - first, -(-width // size)), np.int64)
     for i, (page, _, end) in enumerate(seen[first:last]):
         pages = rows[first + i].pages[page : page - (-end // size)]
         table[i, : len(pages)] = pages
-    if not in_float32:
-        width = table.shape[1] * size
     mask = None
-    if (bounds[:, 0] != skip).any() or (bounds[:, 1] != width).any():
+    if max(starts) != skip or min(ends) != width:
         at = np.arange(skip, width)
-        hidden = _mask((at < bounds[:, :1]) | (at >= bounds[:, 1:]), torch.float32 if in_float32 else dtype)
-        mask = hidden.repeat_interleave(pool.kv_heads, 0)[:, None]
+        hidden = (at < np.array(starts)[:, None]) | (at >= np.array(ends)[:, None])
+        mask = _mask(hidden, pool.kv.dtype)[:, None, None]
     narrow = None if (skip, width) == (0, table.shape[1] * size) else (skip, width - skip)
-    return _Group(first, last, _gather_index(pool, table), narrow, mask, in_float32 and dtype is not torch.float32)
+    return _Group(first, last, _gather_index(pool, table), narrow, mask)
 
 
 def _plan_chunk(pool: PagedPool, row: RowSpan, at: int, window: int | None) -> _Chunk:
