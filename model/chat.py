@@ -18,6 +18,7 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -161,7 +162,12 @@ def _raise_exception(message: str) -> None:
 
 
 class ChatTemplate:
-    """A compiled template. Rendering is thread-safe: its budget lives in the call."""
+    """A compiled template. Rendering is thread-safe: its budget lives in the call.
+
+    Attributes:
+        text: its source.
+        reads_tools: it has words for tools.
+    """
 
     def __init__(
         self,
@@ -194,6 +200,7 @@ class ChatTemplate:
         environment.globals["dict"] = _PlainDict()
         environment.globals["namespace"] = _PlainNamespace
         try:
+            self.reads_tools = "tools" in find_undeclared_variables(environment.parse(text))
             self._template = environment.from_string(text)
         except (TemplateSyntaxError, RecursionError) as error:
             raise ConfigError(f"{where}: does not parse: {error}") from error

@@ -62,6 +62,11 @@ class Rope:
             raise ConfigError(f"rope: theta {self.theta} and factor {self.factor} must be above 0")
         if self.kind in (RopeKind.LLAMA3, RopeKind.YARN) and self.original_max_position <= 0:
             raise ConfigError(f"rope {self.kind}: original_max_position_embeddings is missing")
+        if self.kind is RopeKind.YARN and (self.theta == 1 or min(self.beta_fast, self.beta_slow) <= 0):
+            raise ConfigError(
+                f"rope yarn: beta_fast {self.beta_fast} and beta_slow {self.beta_slow} must be above 0, "
+                f"and theta {self.theta} not be 1"
+            )
         if self.kind is RopeKind.LLAMA3 and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"rope llama3: high_freq_factor {self.high_freq_factor} must be above "

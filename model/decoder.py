@@ -1,10 +1,13 @@
 """The Llama family's forward pass over a mixed batch with paged keys and values.
 
 It knows tensors and weights, not sequences: rows come laid out by the engine, with their positions and an attention
-plan. It holds no state between steps; what it computes for a token depends on that token's row alone.
+plan. It holds no state between steps; what it computes for a token depends on that token's row alone. As one rank of
+several it computes its own heads and MLP columns, and all ranks run each step together.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -12,8 +15,12 @@ from tailrace.kernels.activation import silu_mul
 from tailrace.kernels.norm import RmsNorm
 from tailrace.kernels.paged_attention import AttentionPlan, PagedPool, paged_attention, write_kv
 from tailrace.kernels.rotary import apply_rotary, rotary_rows
+from tailrace.model.errors import WorkerError
 from tailrace.model.rope import frequencies
-from tailrace.model.weights import LayerWeights, Weights
+from tailrace.model.weights import Embedding, LayerWeights, Weights
+
+_ROUNDING = 2**-7  # two logits a bf16 rounding each from the truth differ by at most this of their size
+_MOST_NEAR = 256  # more words than that side by side are no near tie
 
 
 class _Layer:
@@ -30,14 +37,22 @@ class _Layer:
 
 
 class Decoder:
-    """Embedding, blocks, final norm and output projection."""
+    """Embedding, blocks, final norm and output projection.
 
-    def __init__(self, weights: Weights) -> None:
+    Args:
+        weights: of the whole model, or of one rank.
+        all_reduce: the sum over the ranks of what each has of a layer's output; None where one rank has all of it.
+    """
+
+    def __init__(self, weights: Weights, all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._all_reduce = all_reduce
         self.config = weights.config
         self.dtype = weights.dtype
         self.windows: tuple[int | None, ...] = tuple(dict.fromkeys(self.config.windows))
         eps = self.config.rms_norm_eps
         self._embed, self._lm_head = weights.embed, weights.lm_head
+        is_rounded = self.dtype is not torch.float32 and self.config.tie_embeddings
+        self._head_rows = weights.embed if is_rounded else None  # of an untied one no plain copy is kept
         self._norm = RmsNorm(weights.norm, eps)
         self._layers = tuple(
             _Layer(layer, eps, window) for layer, window in zip(weights.layers, self.config.windows, strict=True)
@@ -51,6 +66,7 @@ class Decoder:
         pool: PagedPool,
         plan: AttentionPlan,
         num_layers: int | None = None,
+        between: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Run the blocks and store the new keys and values in the pool.
 
@@ -58,6 +74,7 @@ class Decoder:
             ids, positions: [rows] int64. Rows past plan.num_tokens are padding: computed, stored nowhere.
             pool: pages in this decoder's dtype.
             num_layers: run only the first blocks (to warm up: all blocks run the same kernels); None runs all.
+            between: called once a layer, after its keys and values are written and before any are read.
 
         Returns:
             [rows, hidden_size] after the final norm.
@@ -65,7 +82,9 @@ class Decoder:
         config = self.config
         rows, heads, dim = len(ids), config.num_heads, config.head_dim
         cos, sin = rotary_rows(positions, self._frequencies, config.rope.attention_factor, self.dtype)
-        hidden = self._embed(ids)
+        # Whatever the dtype, the sum of all blocks' outputs is kept in float32: rounding it 60 times, each time to 8
+        # bits of its growing size, lost a third of bf16's accuracy, and which of two near words won differed by CPU.
+        hidden = self._embed(ids).float()
         for index, layer in enumerate(self._layers[:num_layers]):
             qkv = layer.qkv_proj(layer.input_norm(hidden)).view(rows, -1, dim)
             qk = qkv[:, : heads + config.num_kv_heads]
@@ -75,11 +94,39 @@ class Decoder:
             apply_rotary(qk, cos, sin)
             q, kv = qkv[:, :heads], qkv[:, heads:].view(rows, 2, config.num_kv_heads, dim)
             write_kv(kv, pool, index, plan)
+            if between is not None:
+                between()
             attended = paged_attention(q, kv, pool, index, layer.window, plan)
-            hidden += layer.o_proj(attended.view(rows, -1))
-            hidden += layer.down_proj(silu_mul(layer.gate_up_proj(layer.post_norm(hidden))))
+            hidden += self._whole(layer.o_proj(attended.view(rows, -1)))
+            hidden += self._whole(layer.down_proj(silu_mul(layer.gate_up_proj(layer.post_norm(hidden)))))
         return self._norm(hidden)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the whole model, not one rank's share."""
+        return self._all_reduce is None
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks. part: [rows, hidden_size], this rank's."""
+        return part if self._all_reduce is None else self._all_reduce(part)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [rows, hidden_size] from `forward` -> [rows, vocab_size] float32."""
-        return self._lm_head(hidden).float()
+        """hidden: [rows, hidden_size] from `forward` -> [rows, vocab_size] float32. Only at the rank that samples."""
+        if self._lm_head is None:
+            raise WorkerError("this rank has no output projection: only rank 0 samples")
+        logits = self._lm_head(hidden).float()
+        if self._head_rows is not None:
+            _settle_near_ties(logits, hidden, self._head_rows)
+        return logits
+
+
+def _settle_near_ties(logits: torch.Tensor, hidden: torch.Tensor, head_rows: Embedding) -> None:
+    """Compute anew, in float32, each row's largest logit and those that rounding to bf16 may have put beside it.
+
+    At 25, where a model's best logits lie, bf16 knows no step below 0.125: words that near are equal, and the lower id
+    would win. logits: [rows, vocab_size] float32, changed in place.
+    """
+    top = logits.amax(-1, keepdim=True)
+    row, token = (logits >= top - top.abs() * _ROUNDING).nonzero(as_tuple=True)
+    if len(logits) < len(token) <= _MOST_NEAR * len(logits):
+        logits[row, token] = (head_rows(token).float() * hidden[row].float()).sum(-1)

@@ -18,9 +18,9 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from tailrace.model.config import ModelConfig, Rope, RopeKind, checked_layers
+from tailrace.model.config_keys import yarn_mscale
 from tailrace.model.errors import ConfigError
-from tailrace.model.hf_directory import yarn_mscale
-from tailrace.model.tensors import MappedFile, TensorEntry, TensorTable
+from tailrace.model.tensors import MappedFile, TensorEntry, TensorTable, expected_shapes
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -299,7 +299,7 @@ def tensor_table(file: GgufFile, config: ModelConfig) -> TensorTable:
         if interleaved and (tensor.shape[0] != interleaved * config.head_dim):
             raise ConfigError(f"{file.path}: tensor {stored_name} has shape {tensor.shape}, not {interleaved} heads")
         entries.append(TensorEntry(name, stored_name, tensor.shape, tensor.kind, tensor.data, interleaved))
-    return TensorTable(entries, [file.mapped], config)
+    return TensorTable(entries, [file.mapped], str(file.path), expected_shapes(config))
 
 
 def _canonical_name(stored: str) -> str | None:

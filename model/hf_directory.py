@@ -7,22 +7,23 @@ raises ConfigError naming the file and the key.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tailrace.model.config import ModelConfig, Rope, RopeKind, checked_layers
+from tailrace.model import safetensors_files
+from tailrace.model.config import ModelConfig, checked_layers
+from tailrace.model.config_keys import Keys, parse_rope
 from tailrace.model.errors import ConfigError
-from tailrace.model.tensors import MappedFile, TensorEntry, TensorTable
+from tailrace.model.family import FAMILIES as OWN_ROWS
+from tailrace.model.tensors import TensorTable, expected_shapes
 
 Json = dict[str, Any]
+Block = tuple[int, int] | None
 
+TOKEN_MAP_FILE = "engram_token_map.json"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-KIND_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-MAX_HEADER_BYTES = 100_000_000
 
 # Defaults of the families' own config classes, for keys that older files leave out.
 _DEFAULT_MAX_POSITION = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
@@ -54,7 +55,7 @@ def read_json(path: Path, *, required: bool = False) -> Json:
         if required:
             raise ConfigError(f"{path}: not found") from None
         return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a {type(value).__name__}, expected an object")
@@ -70,16 +71,13 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ConfigError(f"{where}: architecture {family!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "?")
-        raise ConfigError(
-            f"{where}: quantization_config ({method}) is not supported; use a GGUF file or full precision"
-        )
+        known = ", ".join((*FAMILIES, *OWN_ROWS))
+        raise ConfigError(f"{where}: architecture {family!r} is not supported; supported: {known}")
+    safetensors_files.quantization_block(raw, where)
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"{where}: hidden_act {activation!r} is not supported, only 'silu'")
-    number = _Numbers(raw, where)
+    number = Keys(raw, where)
     hidden, heads = number.integer("hidden_size"), number.integer("num_attention_heads")
     layers = checked_layers(number.integer("num_hidden_layers"), where)
     bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
@@ -97,7 +95,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         num_kv_heads=number.integer("num_key_value_heads", default_kv_heads),
         head_dim=head_dim,
         max_position=max_position,
-        rms_norm_eps=number.real("rms_norm_eps", 1e-6),
+        rms_norm_eps=number.real("rms_norm_eps", 1e-6, least=0),
         rope=parse_rope(raw, max_position, where),
         windows=_windows(raw, family, layers, where),
         qkv_bias=bias or family == "qwen2",
@@ -108,94 +106,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     )
 
 
-class _Numbers:
-    """Typed look-ups that name the file and the key when they fail. `null` counts as absent."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self._raw, self._where = raw, where
-
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ConfigError(f"{self._where}: {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{self._where}: {key} is {value!r}, expected a number")
-        return float(value)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.real(key, default)
-        if value != int(value):
-            raise ConfigError(f"{self._where}: {key} is {value!r}, expected a whole number")
-        return int(value)
-
-
-def parse_rope(raw: Mapping[str, Any], max_position: int, where: str) -> Rope:
-    """Rotary settings, from `rope_parameters` or the older `rope_scaling` beside `rope_theta`."""
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(scaling, dict):
-        raise ConfigError(f"{where}: rope_scaling is {scaling!r}, expected an object")
-    if any(isinstance(v, dict) for v in scaling.values()):
-        raise ConfigError(f"{where}: rope parameters that differ by layer type are not supported")
-    name = scaling.get("rope_type") or scaling.get("type") or "default"
-    supported = [k.value for k in RopeKind if k is not RopeKind.FACTORS]
-    if name not in supported:
-        raise ConfigError(f"{where}: rope type {name!r} is not supported; supported: {', '.join(supported)}")
-    number = _Numbers(scaling, f"{where}: rope")
-    theta = number.real("rope_theta", _Numbers(raw, where).real("rope_theta", 10000.0))
-    partial = number.real("partial_rotary_factor", _Numbers(raw, where).real("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ConfigError(f"{where}: partial_rotary_factor {partial} is not supported, only 1.0")
-    original = raw.get("original_max_position_embeddings")
-    if original is None:
-        original = scaling.get("original_max_position_embeddings")
-    original = _Numbers({"original_max_position_embeddings": original}, f"{where}: rope").integer(
-        "original_max_position_embeddings", max_position
-    )
-    kind = RopeKind(name)
-    if kind is RopeKind.DEFAULT:
-        return Rope(theta=theta)
-    if kind is RopeKind.LINEAR:
-        return Rope(kind, theta, factor=number.real("factor"))
-    if kind is RopeKind.LLAMA3:
-        return Rope(
-            kind,
-            theta,
-            factor=number.real("factor"),
-            original_max_position=original,
-            low_freq_factor=number.real("low_freq_factor"),
-            high_freq_factor=number.real("high_freq_factor"),
-        )
-    factor = number.real("factor", max_position / original)
-    return Rope(
-        kind,
-        theta,
-        factor=factor,
-        original_max_position=original,
-        # A zero counts as unset, as it does for transformers.
-        beta_fast=number.real("beta_fast", 32.0) or 32.0,
-        beta_slow=number.real("beta_slow", 1.0) or 1.0,
-        truncate=bool(scaling.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(scaling, number, factor),
-    )
-
-
-def _yarn_attention_factor(scaling: Mapping[str, Any], number: _Numbers, factor: float) -> float:
-    if scaling.get("attention_factor") is not None:
-        return number.real("attention_factor")
-    mscale, mscale_all_dim = number.real("mscale", 0.0), number.real("mscale_all_dim", 0.0)
-    if mscale and mscale_all_dim:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
-    return yarn_mscale(factor, 1.0)
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """How much yarn sharpens attention for a context stretched by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
 def _windows(raw: Mapping[str, Any], family: str, layers: int, where: str) -> tuple[int | None, ...]:
-    number = _Numbers(raw, where)
+    number = Keys(raw, where)
     if family == "mistral":
         window = number.integer("sliding_window") if raw.get("sliding_window", _DEFAULT_WINDOW) is not None else None
         return (window,) * layers
@@ -225,68 +137,38 @@ def canonical_name(stored: str) -> str | None:
     return f"layers.{index}.{_STORED_PARTS[part]}.{leaf}"
 
 
-def tensor_table(directory: Path, config: ModelConfig) -> TensorTable:
-    """Table over all safetensors files of the directory, mapped."""
-    index_path = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
-    if index_path.exists():
-        weight_map = read_json(index_path, required=True).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index_path}: weight_map is missing")
-        files: dict[str, list[str]] = {}
-        for stored, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ConfigError(f"{index_path}: {stored} lies in {file!r}, expected a file of this directory")
-            files.setdefault(file, []).append(stored)
-    elif single.exists():
-        files = {single.name: []}
-    else:
-        raise ConfigError(f"{directory}: neither model.safetensors nor model.safetensors.index.json is there")
-    entries, mapped = [], []
-    for file, expected in files.items():
-        mapped.append(MappedFile(directory / file))
-        stored = _read_safetensors(mapped[-1])
-        missing = [name for name in expected if name not in stored]
-        if missing:
-            raise ConfigError(f"{directory / file}: tensor {missing[0]} is missing, though the index names it")
-        for stored_name, (kind, shape, data) in stored.items():
-            name = canonical_name(stored_name)
-            if name is None or (name == "lm_head.weight" and config.tie_embeddings):
-                continue
-            if kind not in KIND_BYTES:
-                known = ", ".join(KIND_BYTES)
-                raise ConfigError(f"{directory / file}: tensor {stored_name} has type {kind}; supported: {known}")
-            entries.append(TensorEntry(name, stored_name, shape, kind, data))
-    return TensorTable(entries, mapped, config)
+def tensor_table(directory: Path, config: ModelConfig, block: Block = None) -> TensorTable:
+    """What the config needs of the directory's safetensors files, by canonical name, mapped.
+
+    `block`: as `safetensors_files.quantization_block` gives it.
+    """
+    entries, files = safetensors_files.read_entries(directory, block)
+    named = [replace(entry, name=name) for entry in entries if (name := canonical_name(entry.stored_name)) is not None]
+    return TensorTable(named, files, str(directory), expected_shapes(config))
 
 
-def _read_safetensors(file: MappedFile) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
-    """name -> (type, shape, flat bytes) of one file: 8 bytes header length, JSON header, tensor bytes."""
-    path, data = file.path, file.data
-    size = int.from_bytes(data[:8].tobytes(), "little")
-    if len(data) < 8 or size > MAX_HEADER_BYTES or 8 + size > len(data):
-        raise ConfigError(f"{path}: not a safetensors file (header of {size} bytes in a file of {len(data)})")
+def stored_tensors(directory: Path, block: Block = None) -> TensorTable:
+    """All tensors under the names that the files give them, of whatever type: a family of its own reads them.
+
+    Scales have no entries of their own. What is wrong with a tensor is said once it is asked for by `required`.
+    """
+    entries, files = safetensors_files.read_entries(directory, block)
+    return TensorTable(entries, files, str(directory))
+
+
+def with_text_config(raw: Mapping[str, Any]) -> Json:
+    """`raw`, and what only the `text_config` within it says: models that also see nest their text model there."""
+    text = raw.get("text_config")
+    return {**(text if isinstance(text, dict) else {}), **raw}
+
+
+def token_map_bytes(directory: Path) -> bytes:
+    """engram_token_map.json as it is, empty if there is none: rows that two maps made must not be mixed."""
+    path = directory / TOKEN_MAP_FILE
     try:
-        header = json.loads(data[8 : 8 + size].tobytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: not a safetensors file: {error}") from error
-    if not isinstance(header, dict):
-        raise ConfigError(f"{path}: not a safetensors file: its header is no object")
-    body = data[8 + size :]
-    result = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            kind, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-            start, end = (int(n) for n in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{path}: header of tensor {name} is malformed: {error}") from error
-        expected = math.prod(shape) * KIND_BYTES[kind] if kind in KIND_BYTES else end - start
-        if not 0 <= start <= end <= len(body) or end - start != expected or min(shape, default=1) < 1:
-            raise ConfigError(f"{path}: tensor {name} ({kind} {shape}) lies at bytes {start}..{end} of {len(body)}")
-        result[name] = (kind, shape, body[start:end])
-    return result
+        return path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def eos_ids(directory: Path, config: Mapping[str, Any]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from tailrace.kernels.steady import steady_linear
 from tailrace.model.quantized import GROUP, Int4Groups
 
 # Rows up to which the 4-bit product is faster than the bf16 one. Its time grows with the rows, since every few rows
@@ -77,6 +78,14 @@ class DenseLinear(_Product):
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+
+class SteadyLinear(DenseLinear):
+    """A dense float32 product whose rows come out the same to the bit whatever rows stand beside them."""
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        y = steady_linear(x, self.weight)
+        return y if self.bias is None else y.add_(self.bias)
 
 
 class PrepackedLinear(_Product):

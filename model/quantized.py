@@ -1,4 +1,4 @@
-"""GGUF's block types as tensors: dequantized exactly, or as the 4-bit groups that torch's packed CPU product reads.
+"""A stored tensor in one dtype, whatever it is stored as; GGUF's 4-bit groups as torch's packed CPU product reads them.
 
 The packed product wants every group of 32 weights of a row as codes 0..15 with a scale and a zero point:
 weight = (code - 8) * scale + zero. Q4_0, Q4_1 and Q4_K are of that form as they stand; nothing is quantized anew.
@@ -15,28 +15,39 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 
+from tailrace.model.errors import ConfigError
+from tailrace.model.scaled_blocks import INTEGER_KINDS, SCALED_KINDS, scaled_rows
 from tailrace.model.tensors import TensorEntry
 
 GROUP = 32
 INT4_KINDS = ("Q4_0", "Q4_1", "Q4_K")
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_ELEMENTS = 1 << 23
+ALL_ROWS = slice(None)
 
 
-def dense(entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in `dtype`, in memory of its own; float32 values are exactly the file's.
+def dense(entry: TensorEntry, dtype: torch.dtype, part: slice = ALL_ROWS) -> torch.Tensor:
+    """The tensor, or some of its rows, in `dtype`, in memory of its own; float32 values are exactly the file's.
 
-    Block types are decoded some rows at a time, so that no float32 copy of a whole table is ever held.
+    Block types are decoded some rows at a time, so that no float32 copy of a whole table is ever held. What the file
+    says of an FP8 or FP4 weight is value times scale in float32. Raises ConfigError if the entry cannot be read.
     """
-    rows = entry.rows()
+    if entry.problem:
+        raise ConfigError(entry.problem)
+    if entry.kind in INTEGER_KINDS:
+        raise ConfigError(f"{entry.file}: tensor {entry.stored_name} has type {entry.kind}, expected a floating type")
+    if entry.kind in SCALED_KINDS:
+        return scaled_rows(entry, dtype, part)
+    rows = entry.rows()[part]
+    shape = (len(rows), *entry.shape[1:])
     if entry.kind in _PLAIN:
         # A copy first: the mapped bytes are read-only and may be misaligned.
-        return torch.from_numpy(rows.copy()).view(_PLAIN[entry.kind]).reshape(entry.shape).to(dtype)
-    result = torch.empty(entry.shape, dtype=dtype)
+        return torch.from_numpy(rows.copy()).view(_PLAIN[entry.kind]).reshape(shape).to(dtype)
+    result = torch.empty(shape, dtype=dtype)
     step = max(1, _CHUNK_ELEMENTS // entry.shape[-1])
-    for start in range(0, entry.shape[0], step):
-        part = gguf_dequantize(np.ascontiguousarray(rows[start : start + step]), GGMLQuantizationType[entry.kind])
-        result[start : start + step] = torch.from_numpy(part)
+    for start in range(0, len(rows), step):
+        some = gguf_dequantize(np.ascontiguousarray(rows[start : start + step]), GGMLQuantizationType[entry.kind])
+        result[start : start + step] = torch.from_numpy(some)
     return result
 
 

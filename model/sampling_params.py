@@ -27,6 +27,8 @@ class SamplingParams:
         prompt_logprobs: the same for prompt tokens (echo).
         stop_token_ids: end the sample (finish reason `stop`); the id is not part of the text.
         ignore_eos: the tokenizer's EOS ids do not end the sample.
+        grammar: what the output must look like (model/grammar_text.py), "" for anything. Its end ends the sample
+            whatever min_tokens and ignore_eos say.
     """
 
     max_tokens: int
@@ -44,6 +46,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
 
     @property
     def greedy(self) -> bool:

@@ -18,6 +18,8 @@ from tailrace.model import tokenizer as tokenizers
 from tailrace.model.chat import ChatTemplate
 from tailrace.model.config import ModelConfig, state_groups
 from tailrace.model.errors import ConfigError
+from tailrace.model.family import FAMILIES, Family, FamilyConfig
+from tailrace.model.safetensors_files import quantization_block
 from tailrace.model.state_groups import StateGroup
 from tailrace.model.tensors import TensorTable
 from tailrace.model.tokenizer import Tokenizer
@@ -32,27 +34,30 @@ class ModelSource:
     Attributes:
         name: what clients may call the model if the operator sets no name.
         config: the decoder.
-        tensors: stored tensors by canonical name, mapped.
+        family: of a model whose rows have formats of its own, what loads it; None: it is of the Llama family.
+        tensors: mapped, by canonical name; with a family, by the names of its files.
         eos_ids: ids that end a generation.
         max_position: tokens of prompt and output together at most.
     """
 
     name: str
-    config: ModelConfig
+    config: ModelConfig | FamilyConfig
     tensors: TensorTable
     eos_ids: frozenset[int]
+    family: Family | None
 
     def __init__(
         self,
         *,
         name: str,
-        config: ModelConfig,
+        config: ModelConfig | FamilyConfig,
         tensors: TensorTable,
         eos_ids: list[int],
         tokenizer_digest: bytes,
         where: Path,
+        family: Family | None = None,
     ) -> None:
-        self.name, self.config, self.tensors = name, config, tensors
+        self.name, self.config, self.tensors, self.family = name, config, tensors, family
         self._tokenizer_digest, self._where = tokenizer_digest, where
         outside = [i for i in eos_ids if not 0 <= i < config.vocab_size]
         if outside:
@@ -117,7 +122,16 @@ class _DirectorySource(ModelSource):
         self._directory = directory
         config_path = directory / "config.json"
         raw = hf_directory.read_json(config_path, required=True)
-        config = hf_directory.parse_config(raw, str(config_path))
+        family = FAMILIES.get(str(raw.get("model_type")))
+        merged = hf_directory.with_text_config(raw)
+        block = quantization_block(merged, str(config_path))
+        if family is None:
+            llama = hf_directory.parse_config(raw, str(config_path))
+            config: ModelConfig | FamilyConfig = llama
+            tensors = hf_directory.tensor_table(directory, llama, block)
+        else:
+            config = family.parse(raw, str(config_path))
+            tensors = hf_directory.stored_tensors(directory, block)
         self._tokenizer_path = directory / "tokenizer.json"
         self._tokenizer_config = hf_directory.tokenizer_config(directory)
         try:
@@ -128,10 +142,13 @@ class _DirectorySource(ModelSource):
         super().__init__(
             name=directory.name,
             config=config,
-            tensors=hf_directory.tensor_table(directory, config),
-            eos_ids=hf_directory.eos_ids(directory, raw),
-            tokenizer_digest=hashlib.sha256(f"{self._tokenizer_json}{json.dumps(settings)}".encode()).digest(),
+            tensors=tensors,
+            eos_ids=hf_directory.eos_ids(directory, merged),
+            tokenizer_digest=hashlib.sha256(
+                f"{self._tokenizer_json}{json.dumps(settings)}".encode() + hf_directory.token_map_bytes(directory)
+            ).digest(),
             where=directory,
+            family=family,
         )
 
     def _load_tokenizer(self) -> Tokenizer:
@@ -165,6 +182,29 @@ def open_source(spec: str) -> ModelSource:
     raise ConfigError(
         f"model {spec!r}: no such directory or file; give {EMBEDDED!r}, a Hugging Face model directory or a .gguf file"
     )
+
+
+def family_of(spec: str) -> tuple[str, FamilyConfig] | None:
+    """Name and config of a directory's model if its rows have formats of their own; None for any other model.
+
+    Reads config.json alone: no weights and no tokenizer need be there. Raises ConfigError as `open_source` does for a
+    config that cannot be served.
+    """
+    directory = Path(spec).expanduser().resolve()
+    if spec == EMBEDDED or not directory.is_dir():
+        return None
+    path = directory / "config.json"
+    raw = hf_directory.read_json(path, required=True)
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None:
+        return None
+    quantization_block(hf_directory.with_text_config(raw), str(path))
+    return directory.name, family.parse(raw, str(path))
+
+
+def has_weights(spec: str) -> bool:
+    """True if a directory holds any safetensors file."""
+    return any(Path(spec).expanduser().glob("*.safetensors"))
 
 
 def _embedded_path() -> Path:
@@ -207,7 +247,7 @@ def describe(source: ModelSource) -> ModelSizes:
     kinds: dict[str, int] = {}
     for entry in source.tensors.values():
         kinds[entry.kind] = kinds.get(entry.kind, 0) + 1
-    groups = state_groups(source.config)
+    groups = state_groups(source.config) if isinstance(source.config, ModelConfig) else ()
     elements = sum(group.elements_per_token() for group in groups)
     return ModelSizes(
         name=source.name,

@@ -13,6 +13,9 @@ from enum import StrEnum
 class GroupKind(StrEnum):
     HISTORY = "history"  # grows with the prompt, paged
     WINDOW = "window"  # only the last `window` rows are ever read again
+    TAIL = "tail"  # only the open, not yet compressed rows
+    CARRY = "carry"  # the last rows of the last closed block
+    TOKENS = "tokens"  # the last ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,25 @@ class MappedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """What a quantized matrix is multiplied with: one number for each `block` of it, in a grid of `shape`.
+
+    Attributes:
+        stored_name: what the file calls it, for messages.
+        kind: `F32`, or `F8_E8M0`: a byte is an exponent of 2 with a bias of 127, and 255 is no number.
+        shape: (rows / block[0], columns / block[1]) of the matrix, rounded up.
+        data: the stored bytes, flat uint8, a read-only view into a mapped file.
+        block: (rows, columns) of the matrix that share one; the last of either side may be short.
+    """
+
+    stored_name: str
+    kind: str
+    shape: tuple[int, int]
+    data: np.ndarray
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One stored tensor.
 
@@ -46,9 +65,13 @@ class TensorEntry:
         name: canonical, e.g. `layers.3.q_proj.weight`.
         stored_name: what the file calls it, for messages.
         shape: logical, row-major: a weight is (out_features, in_features).
-        kind: storage type: `F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q4_K Q6_K`.
+        kind: storage type: `F32 F16 BF16`, a file's block type `Q8_0 Q4_0 Q4_1 Q4_K Q6_K`, with scales beside it
+            `F8_E4M3 F4_E2M1` (two a byte), or a table of numbers `I64 I32`.
         data: the stored bytes, flat uint8, a read-only view into the mapped file.
         interleaved_heads: above 0 where rows are stored in the interleaved rotary order, of so many heads.
+        scales: of `F8_E4M3` and `F4_E2M1`, None for every other kind.
+        file: where it lies, for messages.
+        problem: why it cannot be read, naming file and shapes; empty if it can.
     """
 
     name: str
@@ -57,10 +80,14 @@ class TensorEntry:
     kind: str
     data: np.ndarray
     interleaved_heads: int = 0
+    scales: Scales | None = None
+    file: str = ""
+    problem: str = ""
 
     @property
     def num_bytes(self) -> int:
-        return int(self.data.size)
+        """Of the file, scales included."""
+        return int(self.data.size) + (0 if self.scales is None else int(self.scales.data.size))
 
     def rows(self) -> np.ndarray:
         """[rows, bytes a row] uint8 (a vector: one element a row), with rows in the half-split rotary order."""
@@ -72,31 +99,39 @@ class TensorEntry:
 
     def sample(self) -> bytes:
         """Some bytes from the middle: enough to tell two fine-tunes of one model apart without reading either."""
-        middle = self.num_bytes // 2
-        return self.data[middle : middle + SAMPLE_BYTES].tobytes()
+        parts = [self.data] if self.scales is None else [self.data, self.scales.data]
+        return b"".join(part[part.size // 2 :][:SAMPLE_BYTES].tobytes() for part in parts)
 
 
 class TensorTable(Mapping[str, TensorEntry]):
-    """Entries by canonical name, checked against the config: nothing missing, nothing of a wrong shape."""
+    """Entries by canonical name, checked against a model: nothing missing, nothing of a wrong shape."""
 
-    def __init__(self, entries: Sequence[TensorEntry], files: Sequence[MappedFile], config: ModelConfig) -> None:
+    def __init__(
+        self,
+        entries: Sequence[TensorEntry],
+        files: Sequence[MappedFile],
+        where: str,
+        expected: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         """Raise ConfigError naming the first tensor that is missing or has another shape.
 
         Args:
-            entries: what the files hold; entries that this config does not use are left out.
+            entries: what the files hold; entries that are not expected are left out.
             files: all files that the entries' bytes lie in.
+            where: the file or directory, for messages.
+            expected: logical shape of every tensor that the model needs. None: all entries are kept, and whoever takes
+                one asks by `required`.
         """
-        where = ", ".join(str(f.path) for f in files)
-        found = {e.name: e for e in entries}
+        self._where = where
         self._files = tuple(files)
-        self._entries: dict[str, TensorEntry] = {}
-        for name, shape in expected_shapes(config).items():
-            entry = found.get(name)
-            if entry is None:
-                raise ConfigError(f"{where}: tensor {name} is missing")
-            if entry.shape != shape:
-                raise ConfigError(f"{where}: tensor {entry.stored_name} has shape {entry.shape}, expected {shape}")
-            self._entries[name] = entry
+        self._entries: dict[str, TensorEntry] = {e.name: e for e in entries}
+        if expected is not None:
+            self._entries = {name: self.required(name, shape) for name, shape in expected.items()}
+
+    @property
+    def directory(self) -> Path:
+        """Where the files lie, of which there is one at least."""
+        return self._files[0].path.parent
 
     def drop_pages(self) -> None:
         """Give back the memory of mapped bytes, once weights are loaded."""
@@ -105,6 +140,18 @@ class TensorTable(Mapping[str, TensorEntry]):
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self._entries[name]
+
+    def required(self, name: str, shape: Sequence[int] | None = None) -> TensorEntry:
+        """The entry of this name; ConfigError if it is missing, cannot be read, or has another shape than `shape`."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ConfigError(f"{self._where}: tensor {name} is missing")
+        if entry.problem:
+            raise ConfigError(entry.problem)
+        if shape is not None and entry.shape != tuple(shape):
+            where = entry.file or self._where
+            raise ConfigError(f"{where}: tensor {entry.stored_name} has shape {entry.shape}, expected {tuple(shape)}")
+        return entry
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -70,7 +70,17 @@ class Tokenizer:
         """
         # The batch call lets go of the interpreter for all of its work and builds no offsets: a third faster, and a
         # megabyte holds up the other threads 8 ms at a time instead of 40.
-        ids = self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return self._checked(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text alone, nothing put around it. Raises as `encode`."""
+        return [self._checked(found.ids) for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def added_tokens(self) -> list[str]:
+        """Tokens that are found in a text before it is split."""
+        return list(self._added.values())
+
+    def _checked(self, ids: list[int]) -> list[int]:
         if self._may_overflow and ids and max(ids) >= self.vocab_size:
             token = self._backend.id_to_token(max(ids))
             raise ClientError(f"token {token!r} is not in the model's vocabulary of {self.vocab_size}")

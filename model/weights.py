@@ -1,4 +1,5 @@
-"""A checkpoint's weights as the decoder reads them: named fields, fused projections, one dtype.
+"""A checkpoint's weights, or one rank's share of them, as the decoder reads them: named fields, fused projections, one
+dtype.
 
 It does not know file formats beyond asking the source for tensors, nor what the decoder computes with them. float32 is
 exact: block types are decoded and kept dense, so that a float32 store can be held against any other implementation.
@@ -24,7 +25,8 @@ from tailrace.model.linear import (
     int4_works,
     prepacking_works,
 )
-from tailrace.model.quantized import Int4Groups
+from tailrace.model.quantized import ALL_ROWS, Int4Groups
+from tailrace.model.shard import WHOLE, Shard
 from tailrace.model.source import ModelSource
 from tailrace.model.tensors import TensorEntry
 
@@ -95,21 +97,32 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model. `lm_head` is there also when it is tied to `embed`. num_bytes: held in memory, of all weights."""
+    """All of a model, or one rank's share.
+
+    Attributes:
+        config: of this rank: its own heads and MLP width.
+        lm_head: is there also when it is tied to `embed`; None at ranks that do not sample.
+        num_bytes: held in memory, of all weights.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
     embed: Embedding
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    lm_head: Linear
+    lm_head: Linear | None
     num_bytes: int
 
 
 def load_weights(
-    source: ModelSource, *, dtype: torch.dtype, quantized: bool = True, progress: Progress | None = None
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    quantized: bool = True,
+    progress: Progress | None = None,
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """Read all weights of a source.
+    """Read the weights of a source.
 
     Args:
         source: an opened model.
@@ -117,14 +130,18 @@ def load_weights(
         quantized: keep 4-bit weights packed beside their bf16 copy and use them for few rows, and a Q8_0 embedding at
             a byte an element. Ignored for float32 and where a tensor's type or shape cannot be packed.
         progress: told after every tensor.
+        shard: which share of them. Packed weights are not split: tp above 1 takes `quantized` False.
 
     Raises:
-        ConfigError: a dtype that is not supported.
+        ConfigError: a dtype that is not supported, or a model that cannot be split so.
     """
     if dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
+    pack = quantized and dtype is torch.bfloat16
+    if pack and shard.tp > 1:
+        raise ConfigError(f"weights: quantized weights are not split over {shard.tp} ranks: use dense")
     with torch.no_grad():
-        weights = _Loader(source, dtype, quantized and dtype is torch.bfloat16, progress).load()
+        weights = _Loader(source, dtype, pack, progress, shard).load()
     source.tensors.drop_pages()
     return weights
 
@@ -132,9 +149,23 @@ def load_weights(
 class _Loader:
     """One load; counts the bytes read and those held."""
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype, pack: bool, progress: Progress | None) -> None:
-        self.config, self.tensors = source.config, source.tensors
+    def __init__(
+        self, source: ModelSource, dtype: torch.dtype, pack: bool, progress: Progress | None, shard: Shard
+    ) -> None:
+        model = source.config
+        if not isinstance(model, ModelConfig):
+            raise ConfigError(f"model {source.name}: family {model.family} has a loader of its own")
+        self.config, self.tensors, self.shard = shard.config(model), source.tensors, shard
         self.dtype, self.pack = dtype, pack
+        dim = self.config.head_dim
+        self._kept = {  # of projections that are split along their outputs: the rows of this rank
+            "q_proj": _scaled(shard.part(model.num_heads), dim),
+            "k_proj": _scaled(shard.kv_heads(model.num_kv_heads), dim),
+            "v_proj": _scaled(shard.kv_heads(model.num_kv_heads), dim),
+            "gate_proj": _scaled(shard.part(model.intermediate_size)),
+            "up_proj": _scaled(shard.part(model.intermediate_size)),
+        }
+        self._inputs = {"o_proj": self._kept["q_proj"], "down_proj": self._kept["gate_proj"]}
         self.prepack = dtype is torch.bfloat16 and prepacking_works()
         self._progress = progress
         self._done, self._total = 0, source.tensors.num_bytes
@@ -151,15 +182,15 @@ class _Loader:
         if self._progress is not None:
             self._progress(self._done, self._total)
 
-    def _vector(self, name: str) -> torch.Tensor:
+    def _vector(self, name: str, part: slice = ALL_ROWS) -> torch.Tensor:
         entry = self.tensors[name]
-        vector = blocks.dense(entry, self.dtype)
+        vector = blocks.dense(entry, self.dtype, part)
         self._count(entry)
         self._held += vector.nbytes
         return vector
 
-    def _optional(self, name: str) -> torch.Tensor | None:
-        return self._vector(name) if name in self.tensors else None
+    def _optional(self, name: str, part: slice = ALL_ROWS) -> torch.Tensor | None:
+        return self._vector(name, part) if name in self.tensors else None
 
     def _layer(self, prefix: str) -> LayerWeights:
         return LayerWeights(
@@ -167,23 +198,37 @@ class _Loader:
             qkv_proj=self._linear(prefix, "q_proj", "k_proj", "v_proj"),
             q_norm=self._optional(prefix + "q_norm.weight"),
             k_norm=self._optional(prefix + "k_norm.weight"),
-            o_proj=self._linear(prefix, "o_proj"),
+            o_proj=self._adding(prefix, "o_proj"),
             post_norm=self._vector(prefix + "post_norm.weight"),
             gate_up_proj=self._linear(prefix, "gate_proj", "up_proj"),
-            down_proj=self._linear(prefix, "down_proj"),
+            down_proj=self._adding(prefix, "down_proj"),
         )
 
     def _linear(self, prefix: str, *parts: str) -> Linear:
-        """Projections of one input, fused along their outputs."""
+        """Projections of one input, fused along their outputs, of which each rank has its own."""
         entries = [self.tensors[f"{prefix}{part}.weight"] for part in parts]
-        biases = [self._optional(f"{prefix}{part}.bias") for part in parts]
-        linear = self._build(entries, [b for b in biases if b is not None])
+        biases = [self._optional(f"{prefix}{part}.bias", self._kept[part]) for part in parts]
+        weight = torch.cat(
+            [blocks.dense(entry, self.dtype, self._kept[part]) for entry, part in zip(entries, parts, strict=True)]
+        )
+        linear = self._build(weight, entries, [b for b in biases if b is not None])
         for entry in entries:
             self._count(entry)
         return linear
 
-    def _build(self, entries: list[TensorEntry], biases: list[torch.Tensor]) -> Linear:
-        weight = torch.cat([blocks.dense(entry, self.dtype) for entry in entries])
+    def _adding(self, prefix: str, part: str) -> Linear:
+        """A projection of what this rank has computed; the ranks' results are added up, so only one has the bias."""
+        entry = self.tensors[f"{prefix}{part}.weight"]
+        bias = self._optional(f"{prefix}{part}.bias") if self.shard.rank == 0 else None
+        weight = blocks.dense(entry, self.dtype)
+        if self.shard.tp > 1:
+            weight = weight[:, self._inputs[part]].contiguous()
+        linear = self._build(weight, [entry], [] if bias is None else [bias])
+        self._count(entry)
+        return linear
+
+    def _build(self, weight: torch.Tensor, entries: list[TensorEntry], biases: list[torch.Tensor]) -> Linear:
+        """`entries`: whose weights these are, one after another, for the packed form."""
         bias = torch.cat(biases) if biases else None
         many = PrepackedLinear(weight, bias) if self.prepack else DenseLinear(weight, bias)
         few = self._few(entries, biases)
@@ -211,23 +256,32 @@ class _Loader:
         weight = torch.cat([blocks.dense(entry, self.dtype) for entry in run])
         return PrepackedLinear(weight, bias) if self.prepack else DenseLinear(weight, bias)
 
-    def _ends(self) -> tuple[Embedding, Linear]:
-        """Embedding and output projection, sharing memory where they can."""
+    def _ends(self) -> tuple[Embedding, Linear | None]:
+        """Embedding and, at the rank that samples, the output projection, sharing memory where they can."""
         entry = self.tensors["embed.weight"]
         head = self.tensors.get("lm_head.weight", entry)
+        lm_head: Linear | None = None
         if self.pack and entry.kind == "Q8_0":
             embed: Embedding = Q8Embedding(*blocks.q8_0_rows(entry.rows()), self.dtype)
-            lm_head = self._build([head], [])
         else:
             table = blocks.dense(entry, self.dtype)
             embed = DenseEmbedding(table)
-            shared = head is entry and not self.prepack
-            lm_head = DenseLinear(table) if shared else self._build([head], [])
+            if head is entry and not self.prepack:
+                lm_head = DenseLinear(table)
+        if self.shard.rank:
+            lm_head = None
+        elif lm_head is None:
+            lm_head = self._build(blocks.dense(head, self.dtype), [head], [])
         self._held += embed.num_bytes
         self._count(entry)
         if head is not entry:
             self._count(head)
         return embed, lm_head
+
+
+def _scaled(part: range, each: int = 1) -> slice:
+    """Rows of `part`, `each` of them belonging to one of its numbers."""
+    return slice(part.start * each, part.stop * each)
 
 
 def _packable(entry: TensorEntry) -> bool:
