@@ -79,3 +79,15 @@ def split_hashes(packed: bytes) -> list[bytes]:
 def namespace(scope: str, fidelity: str) -> bytes:
     """16 bytes naming (scope, fidelity class), e.g. ("rev9|tenant-a", "bfloat16/exact")."""
     return hashlib.sha256(_framed(b"tailrace namespace 1", scope.encode(), fidelity.encode())).digest()[:HASH_BYTES]
+
+
+def lossy_namespace(exact: bytes, step: str) -> bytes:
+    """16 bytes naming the fidelity class of pages that a lossy step made, beside the namespace they would be exact in.
+
+    Args:
+        exact: as `namespace` gives it.
+        step: what was lost and how, e.g. "int8"; never empty.
+    """
+    if not step:
+        raise ValueError("a lossy namespace names the step that made its pages")
+    return hashlib.sha256(_framed(b"tailrace lossy 1", exact, step.encode())).digest()[:HASH_BYTES]

@@ -2,7 +2,12 @@
 
 One radix tree a namespace, whose edges are granules: as many tokens as the larger of page and block, so a node owns
 whole pages and ends at a block's end. Because a block hash names its whole prefix, a node's key is the hash of its last
-block, and nodes of a namespace are found in one dictionary.
+block, and nodes of a namespace are found in one dictionary. A lossy granule may hang below an exact one, never the
+other way round.
+
+A granule may have a snapshot: a copy of the state pages (layout.py) as they were at its end. It is a leaf below the
+granule with the same key, in a tree of its own: whoever looks for a prefix does not meet it, all else about it (use,
+idleness, eviction, being taken out with what is above) is like that of any leaf. Nobody outside is told of it.
 
 Knows pages only as numbers: the ledger (pool.py) decides whether one is in use and says so by `wake` and `rest`. Not
 thread-safe. Dies with its worker; a lost index costs recomputation, never correctness.
@@ -14,17 +19,22 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 from tailrace.kv_cache.block_hash import HASH_BYTES
+from tailrace.kv_cache.changes import Changes, Hashes
 from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.model.errors import LedgerError
 
 
 class Node:
-    """One granule of one prefix. `busy`: how many of its pages are in use. `last_used`: tick of the last match."""
+    """One granule of one prefix, or a snapshot. `busy`: how many of its pages are in use. `last_used`: tick of the last
+    match."""
 
-    __slots__ = ("busy", "children", "key", "last_used", "namespace", "pages", "parent")
+    __slots__ = ("busy", "children", "is_snapshot", "key", "last_used", "namespace", "pages", "parent")
 
-    def __init__(self, namespace: bytes, key: bytes, parent: Node | None, pages: tuple[int, ...]) -> None:
+    def __init__(
+        self, namespace: bytes, key: bytes, parent: Node | None, pages: tuple[int, ...], *, is_snapshot: bool = False
+    ) -> None:
         self.namespace, self.key, self.parent, self.pages = namespace, key, parent, pages
+        self.is_snapshot = is_snapshot
         self.children: set[Node] = set()
         self.busy = len(pages)
         self.last_used = 0
@@ -45,10 +55,12 @@ class PrefixIndex:
         self._hashes_per_granule = self.granule_tokens // block_tokens
         self._pages_per_granule = self.granule_tokens // tokens_per_page
         self._spaces: dict[bytes, dict[bytes, Node]] = {}
+        self._snapshots: dict[bytes, dict[bytes, Node]] = {}
         self._node_of: dict[int, Node] = {}
         self._tick = 0
         self._serial = 0
         self._idle: list[tuple[int, int, Node]] = []  # heap of (last_used, serial, node); entries may be out of date
+        self.changes: Changes | None = None  # told of every node that comes or goes
 
     def __len__(self) -> int:
         """Pages in the index."""
@@ -59,29 +71,63 @@ class PrefixIndex:
 
     def match(self, namespace: bytes, hashes: bytes, max_tokens: int) -> list[int]:
         """Pages of the longest known prefix of at most `max_tokens` tokens; marks them as just used."""
-        space = self._spaces.get(namespace)
-        pages: list[int] = []
-        if space is None:
-            return pages
+        return [page for node in self.match_among([namespace], hashes, max_tokens) for page in node.pages]
+
+    def match_among(self, namespaces: Sequence[bytes], hashes: bytes, max_tokens: int) -> list[Node]:
+        """As match, each granule from the first of the namespaces that knows it."""
+        spaces = [space for space in map(self._spaces.get, namespaces) if space is not None]
+        nodes: list[Node] = []
         self._tick += 1
         for key in self._keys(hashes, max_tokens):
-            node = space.get(key)
+            node = next((space[key] for space in spaces if key in space), None)
             if node is None:
                 break
             self._touch(node)
-            pages.extend(node.pages)
-        return pages
+            nodes.append(node)
+        return nodes
 
-    def insert(self, namespace: bytes, hashes: bytes, pages: Sequence[int], num_tokens: int) -> list[int]:
+    def snapshot(self, node: Node) -> Node | None:
+        """The snapshot at a granule's end, which counts as just used; None if there is none."""
+        found = self._snapshots.get(node.namespace, {}).get(node.key)
+        if found is not None:
+            self._touch(found)
+        return found
+
+    def has_snapshot(self, namespace: bytes, key: bytes) -> bool:
+        return key in self._snapshots.get(namespace, {})
+
+    def insert_snapshot(self, namespace: bytes, key: bytes, pages: Sequence[int]) -> list[int]:
+        """Enter the state pages at the end of the granule `key`.
+
+        Returns:
+            The pages that are in the index from now on, as busy; none if the granule is not there, or has a snapshot.
+        """
+        parent = self._spaces.get(namespace, {}).get(key)
+        if parent is None or self.has_snapshot(namespace, key):
+            return []
+        node = self._enter(Node(namespace, key, parent, tuple(pages), is_snapshot=True))
+        self._tick += 1
+        self._touch(node)
+        return list(pages)
+
+    def insert(
+        self,
+        namespace: bytes,
+        hashes: bytes,
+        pages: Sequence[int],
+        num_tokens: int,
+        lossy: tuple[int, bytes] | None = None,
+    ) -> list[int]:
         """Enter the full granules of a sequence; the first publisher of a granule wins.
 
         Args:
             pages: page of each ordinal from the sequence's start; stops before a granule that has a scratch page.
+            lossy: (tokens, namespace): granules that end behind so many tokens belong there. Pages among them that
+                another such namespace has already stay in that one.
 
         Returns:
             The pages that are in the index from now on; all count as busy.
         """
-        space = self._spaces.setdefault(namespace, {})
         self._tick += 1
         entered: list[int] = []
         parent: Node | None = None
@@ -89,16 +135,19 @@ class PrefixIndex:
             own = tuple(pages[i * self._pages_per_granule : (i + 1) * self._pages_per_granule])
             if len(own) < self._pages_per_granule:
                 raise LedgerError(f"{len(pages)} pages do not cover the {num_tokens} tokens to be published")
-            node = space.get(key)
+            is_lossy = lossy is not None and (i + 1) * self.granule_tokens > lossy[0]
+            where = lossy[1] if lossy is not None and is_lossy else namespace
+            node = self._spaces.get(where, {}).get(key)
+            if node is None and is_lossy:
+                found = self._node_of.get(own[0])
+                node = found if found is not None and (found.key, found.pages) == (key, own) else None
             if node is None:
                 if SCRATCH_PAGE in own:
                     break
-                node = self._enter(Node(namespace, key, parent, own))
+                node = self._enter(Node(where, key, parent, own))
                 entered.extend(own)
             self._touch(node)
             parent = node
-        if not space:
-            del self._spaces[namespace]
         return entered
 
     def wake(self, pages: Iterable[int]) -> None:
@@ -136,13 +185,31 @@ class PrefixIndex:
             return []
         return self._remove(min(candidates, key=lambda node: node.last_used))
 
+    def take_out(self, pages: Iterable[int]) -> list[int]:
+        """Take out the prefixes that these pages are part of, and all below; returns the pages, busy ones too."""
+        taken: list[int] = []
+        for page in pages:
+            node = self._node_of.get(page)
+            if node is not None:
+                taken += self._remove(node)
+        return taken
+
     def clear(self) -> list[int]:
         """Take everything out; returns the pages, busy ones included."""
         pages = list(self._node_of)
+        if self.changes is not None:
+            for namespace, space in self._spaces.items():
+                for key in space:
+                    self.changes.left(namespace, key)
         self._spaces.clear()
+        self._snapshots.clear()
         self._node_of.clear()
         self._idle.clear()
         return pages
+
+    def keys(self) -> Hashes:
+        """Every key of every namespace; a node's key stands for its whole prefix."""
+        return tuple((namespace, b"".join(space)) for namespace, space in self._spaces.items())
 
     def check(self, busy_pages: Iterable[int]) -> None:
         """Raises LedgerError unless the tree is sound and its busy counts agree with `busy_pages`."""
@@ -151,10 +218,11 @@ class PrefixIndex:
             node = self._node_of[page]
             busy[node] = busy.get(node, 0) + 1
         for page, node in self._node_of.items():
-            if page not in node.pages or self._spaces.get(node.namespace, {}).get(node.key) is not node:
+            if page not in node.pages or self._trees(node).get(node.namespace, {}).get(node.key) is not node:
                 raise LedgerError(f"page {page} is published, but its index node is not in the tree")
-            if node.parent is not None and (
-                node not in node.parent.children or self._spaces[node.namespace].get(node.parent.key) is not node.parent
+            parent = node.parent
+            if parent is not None and (
+                node not in parent.children or self._spaces.get(parent.namespace, {}).get(parent.key) is not parent
             ):
                 raise LedgerError(f"page {page} is published under a prefix that is not")
             if node.busy != busy.get(node, 0):
@@ -170,13 +238,18 @@ class PrefixIndex:
     def _touch(self, node: Node) -> None:
         node.last_used = self._tick
 
+    def _trees(self, node: Node) -> dict[bytes, dict[bytes, Node]]:
+        return self._snapshots if node.is_snapshot else self._spaces
+
     def _enter(self, node: Node) -> Node:
         for page in node.pages:
             if page in self._node_of:
                 raise LedgerError(f"page {page} is cached for another prefix: nobody may publish it again")
         if node.parent is not None:
             node.parent.children.add(node)
-        self._spaces[node.namespace][node.key] = node
+        self._trees(node).setdefault(node.namespace, {})[node.key] = node
+        if self.changes is not None and not node.is_snapshot:
+            self.changes.entered(node.namespace, node.key)
         self._node_of.update(dict.fromkeys(node.pages, node))
         return node
 
@@ -204,10 +277,13 @@ class PrefixIndex:
             pages.extend(node.pages)
             for page in node.pages:
                 del self._node_of[page]
-            space = self._spaces[node.namespace]
+            trees = self._trees(node)
+            space = trees[node.namespace]
             del space[node.key]
+            if self.changes is not None and not node.is_snapshot:
+                self.changes.left(node.namespace, node.key)
             if not space:
-                del self._spaces[node.namespace]
+                del trees[node.namespace]
         if top.parent is not None:
             top.parent.children.discard(top)
             self._offer(top.parent)

@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -60,6 +60,22 @@ class Idle(NamedTuple):
     freed: list[int]
 
 
+class Journal(Protocol):
+    """Is told of every change, before it is made, under the lock of the books."""
+
+    def changed(self, change: str, what: Sequence[int] | int) -> None:
+        """`change`: the method of PagePool that is about to run on these pages; `take`: on so many."""
+        ...
+
+    def idle(self, pages: Sequence[int]) -> None:
+        """These have lost their last user: free, or cached."""
+        ...
+
+    def refused(self, reason: str) -> None:
+        """The change that was told last is forbidden; LedgerError follows."""
+        ...
+
+
 class PagePool:
     """Counts holders, pins and quarantines of every page.
 
@@ -83,6 +99,27 @@ class PagePool:
         self._out_of_stock = 0  # free, but not yet restocked
         self._count = [0] * len(PageState)
         self._count[PageState.FREE] = num_pages - 1
+        self.journal: Journal | None = None
+
+    def columns(self) -> dict[str, list[int]]:
+        """A copy of the books, for `restore`."""
+        return {
+            "holders": self._holders[:],
+            "pins": self._pins[:],
+            "quarantines": self._quarantines[:],
+            "published": list(self._published),
+            "stock": self._stock[:],
+            "generations": self.generations.tolist(),
+        }
+
+    def restore(self, columns: dict[str, list[int]]) -> None:
+        """Become what `columns` was taken from; it had as many pages."""
+        self._holders, self._pins = columns["holders"][:], columns["pins"][:]
+        self._quarantines, self._published = columns["quarantines"][:], bytearray(columns["published"])
+        self._stock, self.generations[:] = columns["stock"][:], columns["generations"]
+        states = [self.state(page) for page in range(1, self.num_pages)]
+        self._count = [states.count(state) for state in PageState]
+        self._out_of_stock = self._count[PageState.FREE] - len(self._stock)
 
     # ------------------------------------------------------------------------------------------------------- questions
 
@@ -120,6 +157,7 @@ class PagePool:
         """n free pages, now held once, each with its generation raised; None if the stock is smaller."""
         if n > len(self._stock):
             return None
+        self._note("take", n)
         pages = [heapq.heappop(self._stock) for _ in range(n)]
         for page in pages:
             if self.state(page) is not PageState.FREE:
@@ -132,6 +170,7 @@ class PagePool:
 
     def restock(self, pages: Sequence[int]) -> None:
         """Make freed pages takeable again."""
+        self._note("restock", pages)
         for page in pages:
             if self.state(page) is not PageState.FREE or self._out_of_stock == 0:
                 raise self._forbidden(page, "restock")
@@ -142,22 +181,27 @@ class PagePool:
         """Invalidate every descriptor of these pages; comes before the first write that their next owner makes."""
         self.generations[pages] += np.uint64(1)
 
-    def hold(self, pages: Iterable[int]) -> list[int]:
+    def hold(self, pages: Sequence[int]) -> list[int]:
         """One more holder each; returns those that were cached until now."""
+        self._note("hold", pages)
         return self._add(self._holders, pages, "hold")
 
-    def pin(self, pages: Iterable[int]) -> list[int]:
+    def pin(self, pages: Sequence[int]) -> list[int]:
         """One more pin each; returns those that were cached until now."""
+        self._note("pin", pages)
         return self._add(self._pins, pages, "pin")
 
-    def release(self, pages: Iterable[int]) -> Idle:
+    def release(self, pages: Sequence[int]) -> Idle:
+        self._note("release", pages)
         return self._subtract(self._holders, pages, "release")
 
-    def unpin(self, pages: Iterable[int]) -> Idle:
+    def unpin(self, pages: Sequence[int]) -> Idle:
+        self._note("unpin", pages)
         return self._subtract(self._pins, pages, "unpin")
 
-    def quarantine(self, pages: Iterable[int]) -> None:
+    def quarantine(self, pages: Sequence[int]) -> None:
         """Turn one hold of each page into a quarantine: something may still write it."""
+        self._note("quarantine", pages)
         for page in pages:
             before = self._known(page, "quarantine")
             if not self._holders[page] or self._published[page]:
@@ -166,20 +210,23 @@ class PagePool:
             self._quarantines[page] += 1
             self._recount(before, page)
 
-    def end_quarantine(self, pages: Iterable[int]) -> Idle:
+    def end_quarantine(self, pages: Sequence[int]) -> Idle:
+        self._note("end_quarantine", pages)
         return self._subtract(self._quarantines, pages, "end the quarantine of")
 
-    def publish(self, pages: Iterable[int]) -> None:
+    def publish(self, pages: Sequence[int]) -> None:
         """Mark pages as found by the prefix index; from here on nobody writes them."""
+        self._note("publish", pages)
         for page in pages:
             before = self._known(page, "publish")
             if before not in (PageState.HELD, PageState.PINNED) or self._published[page]:
                 raise self._forbidden(page, "publish")
             self._published[page] = 1
 
-    def unpublish(self, pages: Iterable[int]) -> list[int]:
+    def unpublish(self, pages: Sequence[int]) -> list[int]:
         """Take pages out of the index; returns those that nobody used, which are freed."""
         freed = []
+        self._note("unpublish", pages)
         for page in pages:
             before = self._known(page, "unpublish")
             if not self._published[page]:
@@ -243,7 +290,13 @@ class PagePool:
             elif after is PageState.FREE:
                 self._out_of_stock += 1
                 idle.freed.append(page)
+        if self.journal is not None and (idle.freed or idle.cached):
+            self.journal.idle(idle.freed + idle.cached)
         return idle
+
+    def _note(self, change: str, what: Sequence[int] | int) -> None:
+        if self.journal is not None:
+            self.journal.changed(change, what)
 
     def _recount(self, before: PageState, page: int) -> PageState:
         after = self.state(page)
@@ -259,11 +312,14 @@ class PagePool:
         return self.state(page)
 
     def _forbidden(self, page: int, change: str) -> LedgerError:
-        return LedgerError(
+        reason = (
             f"page {page} is {self.state(page).name.lower()}: nobody may {change} it now (holders "
             f"{self._holders[page]}, pins {self._pins[page]}, quarantines {self._quarantines[page]}, "
             f"published {bool(self._published[page])})"
         )
+        if self.journal is not None:
+            self.journal.refused(reason)
+        return LedgerError(reason)
 
     @staticmethod
     def _named(count: list[int]) -> str:
