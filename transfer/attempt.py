@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from tailrace.kv_cache.layout import Layout
 from tailrace.transfer.loop_events import Key
 from tailrace.transfer.messages import Handoff, LandingGrant, PageDescriptor, Submit
 from tailrace.transfer.request_state import State
@@ -25,6 +26,9 @@ class Reader:
     granted: set[tuple[int, int]] = field(default_factory=set)  # (chunk, sequence) of all grants: each is used once
     posted: int = 0  # ordinals below it were posted, or are not wanted
     landing: bool = False
+    again: list[int] = field(default_factory=list)  # ordinals to be posted once more: their bytes were wrong
+    sums_from: int = 0  # first token whose sums the reader wants
+    owed: set[int] = field(default_factory=set)  # ordinals whose sums it was not sent yet
 
 
 @dataclass(slots=True)
@@ -55,6 +59,10 @@ class Attempt:
     @property
     def all_ready(self) -> bool:
         return self.tokens_ready >= self.num_tokens
+
+    def final_pages(self, layout: Layout) -> int:
+        """Ordinals below it are in their last form: an open page and the state, only when all is computed."""
+        return layout.moved_pages(self.num_tokens) if self.all_ready else layout.full_pages(self.tokens_ready)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from tailrace.transfer.loop_events import Key, LoopEvent, PrefillResult
+from tailrace.transfer.loop_events import Key, LoopEvent, PrefillResult, Turn
 from tailrace.transfer.messages import Delta, Fail, Landed, LandingGrant
 from tailrace.transfer.transports.base import LandedIn, PostDone, PostJob, ReadDone, ReadJob
 
@@ -28,6 +28,7 @@ class CoreConfig:
         prompt_tail_tokens: prompt ids that the hand-off record carries; None for all of them.
         max_grants_per_request: landing chunks that one request may have out at once.
         remember: ended keys kept, so that late frames are recognized.
+        verify_pages: a page counts as arrived only if its sums are those that ctx took.
     """
 
     pin_lease_s: float = 30.0
@@ -35,8 +36,9 @@ class CoreConfig:
     kv_transfer_timeout_s: float = 60.0
     retry_failed_transfers: bool = True
     prompt_tail_tokens: int | None = None
-    max_grants_per_request: int = 4
+    max_grants_per_request: int = 8
     remember: int = 8192
+    verify_pages: bool = False
 
     @property
     def renew_every_s(self) -> float:
@@ -92,7 +94,8 @@ class RouterUp:
 class PairUp:
     """A ctx may be read over `transport`. `landing`: ctx writes into chunks we grant, `units_per_grant` pages each.
 
-    `outlives_peer`: its memory can be read after its death.
+    `outlives_peer`: its memory can be read after its death. `tokens_per_page`: of its pages, which are the units of a
+    hand-off; 0 if they are as ours. `steps`: lossy ones that its pages may come through, the least lossy first.
     """
 
     boot: str
@@ -100,6 +103,13 @@ class PairUp:
     landing: bool
     outlives_peer: bool
     units_per_grant: int = 0
+    tokens_per_page: int = 0
+    steps: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """What arrives has the bits of what was there, whatever lies between."""
+        return not self.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,13 @@ class LoopEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """Goes past the cores: gen keeps nothing of it."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
 class LoopFailed:
     key: Key
     code: str
@@ -151,9 +168,37 @@ class Tick:
     """Time has passed; at least ten times a second, whether or not there is work."""
 
 
+class SumPart(NamedTuple):
+    """Rows row..row+n-1 of a page of ours, with the weights of rows from `weight_from` on (kernels/page_sums.py)."""
+
+    page: int
+    row: int
+    n: int
+    weight_from: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumJob:
+    """Sum units, each the sum of its parts. With `expected`: compare. Else `generations`: which the pages must keep."""
+
+    job: int
+    parts: tuple[tuple[SumPart, ...], ...]
+    generations: tuple[int, ...] = ()
+    expected: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SumsDone:
+    """The one answer to a SumJob: whether each is `equal`, or its `sums`, empty where the page was used anew."""
+
+    job: int
+    sums: tuple[bytes, ...] = ()
+    equal: tuple[bool, ...] = ()
+
+
 Event = (
     FromPeer | FromIngress | FromRouter | RouterUp | PairUp | PairDown | LandedIn | ReadDone | PostDone
-    | ChunkLaunched | ChunkDone | PrefillDone | LoopEnded | LoopFailed | Tick
+    | ChunkLaunched | ChunkDone | PrefillDone | LoopEnded | LoopFailed | SumsDone | Tick
 )  # fmt: skip
 
 
@@ -205,6 +250,11 @@ class StartPost:
 
 
 @dataclass(frozen=True, slots=True)
+class StartSums:
+    job: SumJob
+
+
+@dataclass(frozen=True, slots=True)
 class DropLanded:
     """Nobody wants what landed: the chunk is free again."""
 
@@ -232,6 +282,8 @@ class Metric(StrEnum):
     CORRUPT_PAGES = "tailrace_corrupt_pages_total"
     TRANSFER_BYTES = "tailrace_transfer_bytes_total"
     TRANSFER_SECONDS = "tailrace_transfer_seconds"
+    BACKFLOW_OFFERS = "tailrace_backflow_offers_total"
+    BACKFLOW_TOKENS = "tailrace_backflow_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,5 +297,5 @@ class Measure:
 
 Action = (
     ToPeer | ToRouter | ToIngress | ToLoop | StartRead | AbandonRead | StartPost | DropLanded | ClosePair | ResetPair
-    | Measure
+    | StartSums | Measure
 )  # fmt: skip

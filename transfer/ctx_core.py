@@ -36,6 +36,7 @@ from tailrace.transfer.core_events import (
     PrefillDone,
     RouterUp,
     StartPost,
+    SumsDone,
     Tick,
     ToIngress,
     ToLoop,
@@ -53,6 +54,7 @@ from tailrace.transfer.messages import (
     Expired,
     Fail,
     Held,
+    Mistrust,
     PageDescriptor,
     Progress,
     Ready,
@@ -61,8 +63,10 @@ from tailrace.transfer.messages import (
     Submit,
     Valid,
     Want,
+    WantSums,
 )
 from tailrace.transfer.request_state import Event, State, advance
+from tailrace.transfer.source_sums import SourceSums
 from tailrace.transfer.transports.base import PostDone, PostJob
 
 LOST = "transfer"  # code of the Fail that says so of a landing write
@@ -92,6 +96,7 @@ class CtxCore:
         self._last_words: dict[tuple[Key, str], Any] = {}  # (key, boot) -> frame that waits for the posts under way
         self._lost: dict[str, dict[Key, str]] = {}  # boot -> keys with a lost landing write; until that boot's death
         self._draining = False
+        self._sums = SourceSums(kv.layout, config.verify_pages)
         self._jobs = 0
         self._posts: dict[int, tuple[Key, str]] = {}
         self._handlers: dict[type, Callable[[Any, float], list[Action]]] = {
@@ -105,6 +110,7 @@ class CtxCore:
             LoopEnded: self._loop_ended,
             LoopFailed: self._loop_failed,
             PostDone: self._post_done,
+            SumsDone: self._sums_done,
             Tick: self._tick,
         }
 
@@ -131,13 +137,13 @@ class CtxCore:
         return len(self._posts)
 
     def holding(self) -> list[Held]:
-        """The whole set, for the router. An unbound request names the gen pages it will need."""
+        """The whole set, for the router. An unbound request names the tokens it will need gen pages for."""
         return [
             Held(
                 request=a.submit.request,
                 attempt=a.submit.attempt,
                 pages=len(a.pinned),
-                needs=0 if a.reader else self._kv.layout.num_pages(a.num_tokens),
+                needs=0 if a.reader else a.num_tokens,
                 leg="prefill",
                 seconds_left=a.seconds_left if a.seconds_left is not None and math.isfinite(a.seconds_left) else None,
             )
@@ -218,9 +224,12 @@ class CtxCore:
         if attempt is None or attempt.cancelled:
             self._kv.unpin([page for _, page in event.pinned])
             return []
+        layout = self._kv.layout
+        first = layout.first_needed_page(attempt.num_tokens)
         surplus: list[int] = []
         for ordinal, page in event.pinned:
-            if ordinal < attempt.final:  # computed again after a preemption: the first copy was told and stays
+            # Nobody reads what lies before the window; what is computed again after a preemption was told and stays.
+            if ordinal < max(first, attempt.final):
                 surplus.append(page)
             else:
                 if ordinal in attempt.pinned:
@@ -231,16 +240,16 @@ class CtxCore:
         self._started(attempt)
         attempt.tokens_ready = max(attempt.tokens_ready, event.tokens_ready)
         attempt.seconds_left = event.seconds_left
-        layout = self._kv.layout
-        final = layout.num_pages(attempt.num_tokens) if attempt.all_ready else layout.full_pages(attempt.tokens_ready)
-        for ordinal in range(attempt.final, final):
+        final = attempt.final_pages(layout)
+        new = range(attempt.final, final)
+        for ordinal in new:
             page = attempt.pinned.get(ordinal)
             if page is not None:  # None: before the window
                 attempt.pages[ordinal] = PageDescriptor(0, ordinal, page, self._kv.descriptor_generation(page))
         attempt.final = max(attempt.final, final)
-        if attempt.reader is None:
-            return self._progress(attempt)
-        return self._tell(attempt, attempt.reader, again=())
+        reader = attempt.reader
+        actions = self._progress(attempt) if reader is None else self._tell(attempt, reader, again=())
+        return actions + self._sums.became_final(attempt, new)
 
     def _prefill_done(self, event: PrefillDone, now: float) -> list[Action]:
         key, result = event.key, event.result
@@ -261,6 +270,8 @@ class CtxCore:
         if attempt.reader is not None:
             attempt.reader.handoff_sent = now
             actions.append(ToPeer(attempt.reader.boot, attempt.handoff))
+            total = attempt.num_tokens
+            actions.append(ToRouter(Progress(*key, total, total, 0.0, True, read=True)))
         return actions
 
     def _loop_ended(self, event: LoopEnded, now: float) -> list[Action]:
@@ -295,7 +306,29 @@ class CtxCore:
             return self._release(boot, frame)
         if isinstance(frame, Fail):
             return self._reader_gave_up(boot, frame)
+        if isinstance(frame, WantSums | Mistrust):
+            return self._about_sums(boot, frame)
         return [Measure(Metric.STALE_FRAMES)]
+
+    def _about_sums(self, boot: str, frame: WantSums | Mistrust) -> list[Action]:
+        attempt = self._attempts.get((frame.request, frame.attempt))
+        reader = None if attempt is None else attempt.reader
+        if attempt is None or reader is None or reader.boot != boot:
+            return [Measure(Metric.STALE_FRAMES)]
+        if isinstance(frame, WantSums):
+            return self._sums.owe(attempt, frame.first_token, frame.ordinals)
+        ordinals = [o for o in attempt.pages if _within(frame.ordinals, o)]
+        if frame.again:
+            reader.again += ordinals if reader.landing else []
+            return self._post(attempt, reader)
+        pages = [attempt.pages[o] for o in ordinals]
+        self._sums.forget(pages)
+        self._kv.retract([page.page for page in pages])
+        return []
+
+    def _sums_done(self, event: SumsDone, now: float) -> list[Action]:
+        self._sums.done(event)
+        return [action for attempt in self._attempts.values() for action in self._sums.pay(attempt)]
 
     def _want_frame(self, boot: str, want: Want, now: float) -> list[Action]:
         key = (want.request, want.attempt)
@@ -358,10 +391,10 @@ class CtxCore:
     def _post(self, attempt: Attempt, reader: Reader) -> list[Action]:
         """Fill the granted landing chunks with final pages that were not posted yet, in order."""
         actions: list[Action] = []
-        page_bytes = self._kv.layout.bytes_per_page
-        while reader.grants and reader.posted < attempt.final:
-            room = reader.grants[0].nbytes // page_bytes
-            pages: list[PageDescriptor] = []
+        while reader.grants and (reader.again or reader.posted < attempt.final):
+            room = reader.grants[0].units
+            pages = [attempt.pages[o] for o in reader.again[:room]]
+            del reader.again[:room]
             while reader.posted < attempt.final and len(pages) < room:
                 if reader.posted in attempt.pages and _within(reader.wanted, reader.posted):
                     pages.append(attempt.pages[reader.posted])

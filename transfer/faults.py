@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import threading
 import time
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
+from tailrace.transfer.core_events import StartPost, ToPeer
 from tailrace.transfer.loop_events import Key
-from tailrace.transfer.messages import PageDescriptor, Want
+from tailrace.transfer.messages import CacheEvent, PageDescriptor, Ready, Sums, Want
 from tailrace.transfer.transports.base import CopyFailed, PageHook
 
 FRAME_KINDS = ("ready", "handoff", "release", "landed")
 ALL = -1  # a count that never ends
+FLIP_PLACES = ("pool", "staging", "unpacked")
+EVENT_FAULTS = ("drop", "dup", "swap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +39,38 @@ class FaultPlan:
             gen, landed (a landing write's notification) at gen.
         dup: kind -> how many of the next frames are sent twice.
         late_s: kind -> delay of every frame of that kind.
+        jitter_s: kind -> every frame of that kind comes a time later that is drawn at random, up to this.
         fail_read: a read of the page of this ordinal fails, `fail_times` times. On gen.
         fail_post: the posting of a landing write that holds the page of this ordinal fails, `fail_times` times. On ctx.
         slow_bytes_per_s: rate limit of the wire.
         poison: freed pages are filled.
+        record: write a flight recording, once, when the plan is set.
+        preempt: the next n prefills lose their pages in the step that samples their first token. On ctx.
+        slow_pass_s: each pass of the loop takes that much longer. On ctx.
+        cache_events: what happens to cache events (drop, dup, swap with the next) -> how likely, 0 to 1.
+        flip: place -> ordinal of a page in which byte `flip_byte` is xored with `flip_mask`, `flip_times` times.
+            pool: of ctx, once the page is final, and summed if pages are verified; staging: of ctx, once it is packed
+            and sealed; unpacked: of gen, once the copy into its pages has ended.
     """
 
     hold_before_page: int | None = None
     drop: dict[str, int] = field(default_factory=dict)
     dup: dict[str, int] = field(default_factory=dict)
     late_s: dict[str, float] = field(default_factory=dict)
+    jitter_s: dict[str, float] = field(default_factory=dict)
     fail_read: int | None = None
     fail_post: int | None = None
     fail_times: int = 1
     slow_bytes_per_s: float | None = None
     poison: bool = False
+    record: bool = False
+    preempt: int = 0
+    slow_pass_s: float = 0.0
+    cache_events: dict[str, float] = field(default_factory=dict)
+    flip: dict[str, int] = field(default_factory=dict)
+    flip_byte: int = 0
+    flip_mask: int = 255
+    flip_times: int = 1
 
     @staticmethod
     def parse(text: str) -> FaultPlan:
@@ -67,19 +90,41 @@ class FaultPlan:
 
 
 def _check(key: str, value: Any) -> None:
-    if key in ("drop", "dup", "late_s"):
-        number = float if key == "late_s" else int
+    if key in ("drop", "dup", "late_s", "jitter_s"):
+        number = float if key in ("late_s", "jitter_s") else int
         if not isinstance(value, dict) or not set(value) <= set(FRAME_KINDS):
             raise ValueError(f"{key} maps kinds ({', '.join(FRAME_KINDS)}) to numbers, not {value!r}")
         if not all(_is_number(v, number) and (v >= 0 or v == ALL) for v in value.values()):
             raise ValueError(f"{key}: a number is wrong in {value!r}")
-    elif key == "poison":
+    elif key == "cache_events":
+        if not isinstance(value, dict) or not set(value) <= set(EVENT_FAULTS):
+            raise ValueError(f"cache_events maps {', '.join(EVENT_FAULTS)} to likelihoods, not {value!r}")
+        if not all(_is_number(v, float) and 0 <= v <= 1 for v in value.values()):
+            raise ValueError(f"cache_events: a likelihood is wrong in {value!r}")
+    elif key == "flip":
+        if not isinstance(value, dict) or not set(value) <= set(FLIP_PLACES):
+            raise ValueError(f"flip maps places ({', '.join(FLIP_PLACES)}) to pages, not {value!r}")
+        if not all(_is_number(v, int) and v >= 0 for v in value.values()):
+            raise ValueError(f"flip: a page is wrong in {value!r}")
+    elif key == "flip_mask":
+        if not _is_number(value, int) or not 0 < value < 256:
+            raise ValueError(f"flip_mask changes bits of one byte: 1 to 255, not {value!r}")
+    elif key == "flip_byte":
+        if not _is_number(value, int) or value < 0:
+            raise ValueError(f"flip_byte is a place in a page, not {value!r}")
+    elif key in ("poison", "record"):
         if not isinstance(value, bool):
-            raise ValueError(f"poison is true or false, not {value!r}")
+            raise ValueError(f"{key} is true or false, not {value!r}")
     elif key == "slow_bytes_per_s":
         if value is not None and (not _is_number(value, float) or value <= 0):
             raise ValueError(f"slow_bytes_per_s is a positive number, not {value!r}")
-    elif key == "fail_times":
+    elif key == "slow_pass_s":
+        if not _is_number(value, float) or value < 0:
+            raise ValueError(f"slow_pass_s is a time in seconds, not {value!r}")
+    elif key == "preempt":
+        if not _is_number(value, int) or value < 0:
+            raise ValueError(f"preempt is a count, not {value!r}")
+    elif key in ("fail_times", "flip_times"):
         if not _is_number(value, int) or value < ALL:
             raise ValueError(f"{key} is a count, not {value!r}")
     elif value is not None and (not _is_number(value, int) or value < 0):
@@ -97,6 +142,7 @@ class Faults:
 
     def __init__(self, plan: FaultPlan | None = None) -> None:
         self._lock = threading.Lock()
+        self._late_event: CacheEvent | None = None
         self.set(plan or FaultPlan())
 
     def set(self, plan: FaultPlan) -> None:
@@ -104,9 +150,10 @@ class Faults:
         with self._lock:
             self.plan = plan
             self._drop, self._dup = dict(plan.drop), dict(plan.dup)
-            self._failures = plan.fail_times
+            self._failures, self._flips = plan.fail_times, plan.flip_times
             self._asked: dict[Key, set[int]] = {}  # -> sequence numbers of the grants it has sent
             self._lifted: set[Key] = set()
+            self._random = random.Random(0)
 
     def lift(self, key: Key) -> None:
         """Hold this key no more: its request is gone and so is the peer that it was read from."""
@@ -122,7 +169,10 @@ class Faults:
         return sent is not None and grants <= sent
 
     def hook(self, page_bytes: int, *, reads: bool) -> PageHook:
-        """What a transport asks before each page. `reads`: this worker reads (fail_read), else it posts (fail_post)."""
+        """What a transport asks before each page. `reads`: this worker reads (fail_read), else it posts (fail_post).
+
+        Its attribute `spoil` is told of each page that has just been copied (base.spoil).
+        """
 
         def before(key: Key, descriptor: PageDescriptor) -> bool:
             plan = self.plan
@@ -134,7 +184,31 @@ class Faults:
                 time.sleep(page_bytes / plan.slow_bytes_per_s)
             return True
 
+        before.spoil = self.spoil  # type: ignore[attr-defined]
         return before
+
+    def spoil(self, place: str, ordinal: int, data: np.ndarray) -> None:
+        """Flip a byte of a page [bytes] uint8 that is in this place now, if the plan says so."""
+        if self.plan.flip.get(place) == ordinal and self._flips_now():
+            data[self.plan.flip_byte % len(data)] ^= self.plan.flip_mask
+
+    def in_pool(self, action: Any, verified: bool) -> list[int]:
+        """Pages of ctx's pool in which a byte must be flipped now, before this action of its core is carried out."""
+        place = self.plan.flip.get("pool")
+        if place is None:
+            return []
+        if isinstance(action, StartPost):
+            pages = () if verified else action.job.pages
+        else:
+            frame = action.frame if isinstance(action, ToPeer) else None
+            pages = frame.pages if isinstance(frame, Sums if verified else Ready) else ()
+        return [page.page for page in pages if page.ordinal == place and self._flips_now()]
+
+    def _flips_now(self) -> bool:
+        with self._lock:
+            flips = self._flips != 0
+            self._flips -= self._flips > 0
+            return flips
 
     def _fails(self) -> bool:
         with self._lock:
@@ -146,7 +220,24 @@ class Faults:
         """(copies to send, delay in seconds) of the next frame of this kind."""
         if self._spend(self._drop, kind):
             return 0, 0.0
-        return (2 if self._spend(self._dup, kind) else 1), self.plan.late_s.get(kind, 0.0)
+        delay = self.plan.late_s.get(kind, 0.0)
+        if kind in self.plan.jitter_s:
+            delay += self._random.uniform(0.0, self.plan.jitter_s[kind])
+        return (2 if self._spend(self._dup, kind) else 1), delay
+
+    def cache_events(self, events: list[CacheEvent]) -> list[CacheEvent]:
+        """What of these is sent now; one that is swapped goes behind the next one."""
+        wrong, sent = self.plan.cache_events, []
+        for event in events:
+            late, self._late_event = self._late_event, None
+            if self._random.random() >= wrong.get("drop", 0.0):
+                if late is None and self._random.random() < wrong.get("swap", 0.0):
+                    self._late_event = event
+                else:
+                    sent += [event] * (2 if self._random.random() < wrong.get("dup", 0.0) else 1)
+            if late is not None:
+                sent.append(late)
+        return sent
 
     @staticmethod
     def _spend(counts: dict[str, int], kind: str) -> bool:

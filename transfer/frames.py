@@ -21,6 +21,7 @@ import msgpack
 
 from tailrace.model.errors import ProtocolError
 from tailrace.transfer import messages
+from tailrace.transfer.page_list import PageList
 
 MAX_FRAME_BYTES = 64 << 20
 MAX_ITEMS = 1 << 21  # of one array or map: above the pages or prompt logprobs of the longest prompt
@@ -34,6 +35,22 @@ _SCALARS: dict[type, str] = {str: "str", bytes: "bytes", int: "int", float: "flo
 
 def _wrong(where: str, expected: str, value: object) -> NoReturn:
     raise ProtocolError(f"{where}: expected {expected}, got {type(value).__name__}")
+
+
+def _pack_pages(where: str, value: Any) -> bytes:
+    try:
+        return PageList.of(value).packed()
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise ProtocolError(f"{where}: no list of pages ({error})") from None
+
+
+def _unpack_pages(where: str, value: object) -> PageList:
+    if type(value) is not bytes:
+        _wrong(where, "bytes", value)
+    try:
+        return PageList.unpack(value)
+    except ValueError as error:
+        raise ProtocolError(f"{where}: {error}") from None
 
 
 class _Source:
@@ -58,6 +75,8 @@ class _Source:
         origin, args = typing.get_origin(hint), typing.get_args(hint)
         if hint in _SCALARS:
             self._scalar(hint, var, where, depth)
+        elif hint is PageList:
+            self.emit(depth, f"{var} = {'unpack_pages' if self.decode else 'pack_pages'}({where!r}, {var})")
         elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
             self.emit(depth, f"{var} = {_function_name(hint, self.decode)}({var})")
         elif origin in (types.UnionType, typing.Union) and len(args) == 2 and type(None) in args:
@@ -162,7 +181,9 @@ def _nested(hint: Any) -> Iterator[type]:
 
 def _generate(frames: tuple[type, ...]) -> dict[str, Any]:
     classes = {cls.__name__: cls for frame in frames for cls in _nested(frame)}
-    namespace: dict[str, Any] = {**classes, "wrong": _wrong}
+    namespace: dict[str, Any] = {
+        **classes, "wrong": _wrong, "pack_pages": _pack_pages, "unpack_pages": _unpack_pages,
+    }  # fmt: skip
     for cls in classes.values():
         for decode in (False, True):
             exec(_Source(decode).function(cls), namespace)  # our own source, from our own classes

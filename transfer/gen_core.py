@@ -16,12 +16,11 @@ Knows no transport's inside and no model. If it dies its worker dies: ctx's pins
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.kv_cache.manager import KvManager
-from tailrace.transfer.bitmap import Unit, UnitBitmap, ranges
+from tailrace.transfer.bitmap import Unit, ranges
 from tailrace.transfer.core_events import (
     AbandonRead,
     Action,
@@ -40,6 +39,7 @@ from tailrace.transfer.core_events import (
     ResetPair,
     RouterUp,
     StartRead,
+    SumsDone,
     Tick,
     ToIngress,
     ToLoop,
@@ -47,9 +47,9 @@ from tailrace.transfer.core_events import (
     ToRouter,
     Wire,
 )
-from tailrace.transfer.hand import Hand, ReadUnderWay, real_pages
+from tailrace.transfer.hand import Hand, ReadUnderWay, real_pages, took
 from tailrace.transfer.leases import Leases, Recent
-from tailrace.transfer.loop_events import Admitted, Key
+from tailrace.transfer.loop_events import Key
 from tailrace.transfer.messages import (
     ID_BYTES,
     Bind,
@@ -62,21 +62,25 @@ from tailrace.transfer.messages import (
     Handoff,
     Held,
     Landed,
+    Mistrust,
     NotNow,
     PageDescriptor,
     Ready,
     Release,
     Renew,
     Submit,
+    Sums,
     Valid,
     Want,
 )
+from tailrace.transfer.orphans import Orphans
 from tailrace.transfer.request_state import Event, State, advance
+from tailrace.transfer.reservation import RETRY_S, reserve
 from tailrace.transfer.runs import Runs
 from tailrace.transfer.transports.base import LandedIn, ReadDone, ReadJob
+from tailrace.transfer.verify import PageProofs, Proof
 
 CORRUPT = "corrupt"  # ReadDone.error of a landing chunk that is not as it was announced
-RETRY_S = 0.1  # when a refused bind may fit, as far as this worker can know
 
 
 class GenCore:
@@ -100,7 +104,8 @@ class GenCore:
         self._leases: Leases[Key] = Leases()
         self._recent: Recent[Key, str] = Recent(config.remember)
         self._runs = Runs(self._leases, self._recent)
-        self._orphans: dict[tuple[str, Key], tuple[int, float]] = {}  # grants out for ended requests: (number, since)
+        self._orphans = Orphans()
+        self._proofs = PageProofs()
         self._draining = False
         self._last_bind_seq = 0
         self._router_boot = ""
@@ -113,6 +118,7 @@ class GenCore:
             PairDown: self._pair_down,
             LandedIn: self._landed,
             ReadDone: self._read_done,
+            SumsDone: self._sums_done,
             LoopEnded: self._loop_ended,
             LoopFailed: self._loop_failed,
             Tick: self._tick,
@@ -160,7 +166,7 @@ class GenCore:
         return (
             any(hand.pair.boot == boot for hand in self._hands.values())
             or any(job.boot == boot for job in self._jobs.values())
-            or any(orphan == boot for orphan, _ in self._orphans)
+            or self._orphans.of(boot)
         )
 
     def holding(self) -> list[Held]:
@@ -240,23 +246,13 @@ class GenCore:
         why = self._cannot_bind(key, bind, pair, num_pages - first, counts.total)
         if why is not None or pair is None:
             return [ToRouter(NotNow(*key, why or "pair", num_pages, counts.free + counts.cached, RETRY_S))]
-        hit = self._kv.match_prefix(bind.namespace, bind.hashes, bind.num_tokens, whole=True)
-        self._kv.release(hit.pages[:first])  # before the window
-        held = hit.pages[first:]
-        missing = num_pages - max(first, len(hit.pages))
-        available = self._kv.available()
-        roomy = missing > available or available - missing >= self._headroom_pages()
-        new = self._kv.allocate(missing) if roomy else None
-        if new is None:
-            self._kv.release(held)
-            return [ToRouter(NotNow(*key, "pages" if roomy else "headroom", missing, available, RETRY_S))]
-        pages = [SCRATCH_PAGE] * first + held + new
-        expected = [Unit(0, ordinal) for ordinal in range(num_pages - missing, num_pages)]
-        matched = min(len(hit.pages) * layout.tokens_per_page, bind.num_tokens)
-        hand = Hand(bind, pair, pages, matched, UnitBitmap(expected), now, now, now)
+        hand = reserve(self._kv, bind, pair, self._headroom_pages(), now)
+        if isinstance(hand, NotNow):
+            return [ToRouter(hand)]
+        hand.proof = Proof(pair.exact, hand.into.first_token) if self._config.verify_pages else None
         self._hands[key] = hand
         self._leases.grant(key, now, self._config.request_lease_s)
-        return [ToRouter(Bound(*key, len(held) + len(new))), *self._ask(hand, now)]
+        return [ToRouter(Bound(*key, len(real_pages(hand.pages)))), *self._ask(hand, now)]
 
     def _cannot_bind(self, key: Key, bind: Bind, pair: PairUp | None, needed: int, total: int) -> str | None:
         """Why a bind is refused whatever the pages, or None."""
@@ -300,8 +296,7 @@ class GenCore:
                 actions += self._advance(hand, now)
             else:
                 actions += self._give_up(hand, "lost", "the context worker died")
-        for orphan in [o for o in self._orphans if o[0] == boot]:
-            del self._orphans[orphan]
+        self._orphans.forget(boot)
         if pair is not None:
             self._dead[boot] = pair
         return actions + self._close_if_unused(boot)
@@ -318,7 +313,8 @@ class GenCore:
 
     def _ask(self, hand: Hand, now: float) -> list[Action]:
         self._grant(hand)
-        return [self._want(hand, now)]
+        sums = self._proofs.ask(hand.key, hand.proof, hand.units.missing())
+        return [self._want(hand, now), *(ToPeer(hand.pair.boot, frame) for frame in sums)]
 
     def _want(self, hand: Hand, now: float) -> ToPeer:
         hand.asked_at = now
@@ -353,6 +349,8 @@ class GenCore:
             return self._ready(hand, frame, now)
         if isinstance(frame, Handoff):
             return self._handed_off(hand, frame, now)
+        if isinstance(frame, Sums) and self._proofs.told(hand.proof, frame):
+            return self._copied(hand, ())
         if isinstance(frame, Valid):
             return self._valid(hand, now) if hand.state is State.RELEASING else [Measure(Metric.STALE_FRAMES)]
         if isinstance(frame, Expired):
@@ -362,50 +360,38 @@ class GenCore:
         return [Measure(Metric.STALE_FRAMES)]
 
     def _ready(self, hand: Hand, ready: Ready, now: float) -> list[Action]:
-        if not self._stalled(hand) and hand.final_at is None:
+        if not hand.stalled and hand.final_at is None:
             hand.progress_at = now  # all it announced is here: it is still computing
         hand.tokens_ready = max(hand.tokens_ready, ready.tokens_ready)
         if ready.final and hand.final_at is None:
             hand.final_at = now
         if hand.pair.landing:
             return []
-        new = [d for d in ready.pages if self._wants(hand, d)]
+        new = [d for d in ready.pages if hand.wants(d)]
         if not new:
             return [Measure(Metric.STALE_FRAMES)] if ready.pages else []
         return [self._start_read(hand, new, None)]
 
-    @staticmethod
-    def _wants(hand: Hand, descriptor: PageDescriptor) -> bool:
-        unit = Unit(descriptor.group, descriptor.ordinal)
-        return hand.units.lacks(unit) and unit not in hand.told
-
-    def _stalled(self, hand: Hand) -> bool:
-        """Whether something that ctx has declared final is not here yet."""
-        layout = self._kv.layout
-        num_tokens = hand.bind.num_tokens
-        whole = hand.tokens_ready >= num_tokens
-        final = layout.num_pages(num_tokens) if whole else layout.full_pages(hand.tokens_ready)
-        missing = hand.units.missing()
-        return bool(missing) and missing[0].ordinal < final
-
     def _start_read(self, hand: Hand, descriptors: list[PageDescriptor], landed: Landed | None) -> StartRead:
         self._num_jobs += 1
-        units = {Unit(d.group, d.ordinal): hand.pages[d.ordinal] for d in descriptors}
-        self._jobs[self._num_jobs] = ReadUnderWay(hand.key, hand.pair.boot, units)
+        units = frozenset(Unit(d.group, d.ordinal) for d in descriptors)
+        under = [hand.pages_under(d.ordinal, self._kv.layout.tokens_per_page) for d in descriptors]
+        pages = frozenset(page for reached in under for page in reached)
+        self._jobs[self._num_jobs] = ReadUnderWay(hand.key, hand.pair.boot, units, pages)
         hand.jobs.add(self._num_jobs)
         hand.told.update(units)
-        pairs = tuple((d, hand.pages[d.ordinal]) for d in descriptors)
-        return StartRead(ReadJob(self._num_jobs, hand.key, hand.pair.boot, pairs, landed))
+        pairs = tuple((d, reached[0]) for d, reached in zip(descriptors, under, strict=True))
+        return StartRead(ReadJob(self._num_jobs, hand.key, hand.pair.boot, pairs, landed, hand.into))
 
     def _landed(self, event: LandedIn, now: float) -> list[Action]:
         landed = event.landed
         key = (landed.request, landed.attempt)
         hand = self._hands.get(key)
         if hand is None or hand.pair.boot != event.boot:
-            self._orphan_back(event.boot, key)
+            self._orphans.landed(event.boot, key)
             return [Measure(Metric.STALE_FRAMES), DropLanded(event.boot, landed)]
         hand.grants.pop(landed.chunk, None)
-        new = [d for d in landed.pages if self._wants(hand, d)]
+        new = [d for d in landed.pages if hand.wants(d)]
         if not new:
             return [Measure(Metric.STALE_FRAMES), DropLanded(event.boot, landed)]
         return [self._start_read(hand, new, landed)]
@@ -415,32 +401,56 @@ class GenCore:
         if job is None:
             return []
         if job.quarantined:
-            self._kv.end_quarantine(list(job.units.values()))
+            others = [j.pages for j in self._jobs.values() if j.quarantined and j.key == job.key]
+            self._kv.end_quarantine(sorted(job.pages.difference(*others)))
             return self._close_if_unused(job.boot)
         hand = self._hands[job.key]
         hand.jobs.discard(done.job)
         hand.progress_at = now
-        for descriptor in done.units_ok:
-            unit = Unit(descriptor.group, descriptor.ordinal)
-            if unit in job.units and hand.units.set(unit):
-                hand.seen[unit] = descriptor
-        actions = self._measure_bytes(hand.pair, len(done.units_ok))
+        here = {Unit(d.group, d.ordinal): d for d in done.units_ok}
+        actions = took(hand, done)
+        actions += self._copied(hand, [page for unit, page in here.items() if unit in job.units])
+        if len(done.units_stale):
+            return actions + self._expired(hand, "generation")
         if done.error == CORRUPT:
             actions.append(Measure(Metric.CORRUPT_PAGES))
-        if done.units_stale:
-            return actions + self._expired(hand, "generation")
-        if done.error is not None or any(hand.units.lacks(unit) for unit in job.units):
+            if hand.proof is not None and self._proofs.doubt(hand.proof, job.units) == job.units:
+                return actions + self._ask_again(hand, job.units, now)
+        if done.error is not None or not here.keys() >= job.units:
             return actions + self._give_up(hand, "transfer", done.error or "a read returned without its pages")
         return actions + self._advance(hand, now)
 
-    def _measure_bytes(self, pair: PairUp, num_pages: int) -> list[Action]:
-        if not num_pages:
+    # -------------------------------------------------------------------------------------------- page sums (verify.py)
+
+    def _copied(self, hand: Hand, pages: Iterable[PageDescriptor]) -> list[Action]:
+        """These stand in our pages: they are set at once, or once they are proven."""
+        hand.arrived(self._proofs.copied(hand.proof, pages))
+        return [*self._proofs.check(hand.key, hand.proof, hand.parts(self._kv.layout.tokens_per_page))]
+
+    def _sums_done(self, event: SumsDone, now: float) -> list[Action]:
+        key = self._proofs.key_of(event.job)
+        hand = None if key is None else self._hands.get(key)
+        verdict = self._proofs.done(None if hand is None else hand.proof, event)
+        if hand is None:
             return []
-        nbytes = num_pages * self._kv.layout.bytes_per_page
-        return [
-            Measure(Metric.TRANSFER_BYTES, nbytes, {"kind": kind, "transport": pair.transport, "codec": "raw"})
-            for kind in ("logical", "wire")
-        ]
+        hand.progress_at = now
+        hand.arrived(verdict.proven)
+        number = len(verdict.again) + len(verdict.wrong)
+        actions: list[Action] = [Measure(Metric.CORRUPT_PAGES, number)] if number else []
+        if verdict.wrong:
+            units = [Unit(page.group, page.ordinal) for page in verdict.wrong]
+            actions.append(ToPeer(hand.pair.boot, Mistrust(*hand.key, ranges(sorted(units)), False)))
+            return actions + self._give_up(hand, "corrupt", f"{len(units)} pages were wrong twice")
+        if verdict.again and hand.pair.landing:
+            return actions + self._ask_again(hand, [Unit(page.group, page.ordinal) for page in verdict.again], now)
+        if verdict.again:
+            actions.append(self._start_read(hand, list(verdict.again), None))
+        return actions + self._advance(hand, now)
+
+    def _ask_again(self, hand: Hand, units: Iterable[Unit], now: float) -> list[Action]:
+        """Ctx must post these once more."""
+        hand.told.difference_update(units)
+        return [ToPeer(hand.pair.boot, Mistrust(*hand.key, ranges(sorted(units)), True)), *self._ask(hand, now)]
 
     # ------------------------------------------------------------------------------------------------- release, valid
 
@@ -457,7 +467,7 @@ class GenCore:
     def _advance(self, hand: Hand, now: float) -> list[Action]:
         """Release once all is here; with a dead ctx, look at its generation numbers instead."""
         if not hand.complete:
-            if hand.ctx_dead and not hand.jobs:
+            if hand.ctx_dead and not hand.jobs and not (hand.proof is not None and hand.proof.jobs):
                 return self._give_up(hand, "lost", "the context worker died")
             return [self._want(hand, now)] if not hand.ctx_dead and self._grant(hand) else []
         if hand.ctx_dead:
@@ -487,7 +497,7 @@ class GenCore:
         self._runs.admit(key, len(real_pages(hand.pages)))
         exposed_s = now - (hand.final_at if hand.final_at is not None else hand.bound_at)
         return [
-            ToLoop(Admitted(hand.handoff, tuple(hand.pages), hand.num_matched_tokens, wire_s)),
+            ToLoop(hand.admitted(wire_s, exposed_s)),
             Measure(Metric.TRANSFER_SECONDS, wire_s, {"part": "total"}),
             Measure(Metric.TRANSFER_SECONDS, exposed_s, {"part": "exposed"}),
             *self._close_if_unused(hand.pair.boot),
@@ -522,7 +532,7 @@ class GenCore:
         for number in sorted(hand.jobs):
             job = self._jobs[number]
             job.quarantined = True
-            busy.update(job.units.values())
+            busy.update(job.pages)
             actions.append(AbandonRead(boot, number))
         self._kv.quarantine(sorted(busy))
         self._kv.release([page for page in real_pages(hand.pages) if page not in busy])
@@ -536,22 +546,16 @@ class GenCore:
 
     def _orphan(self, hand: Hand, since: float) -> None:
         if hand.grants and not hand.ctx_dead:
-            self._orphans[hand.pair.boot, hand.key] = (len(hand.grants), since)
-
-    def _orphan_back(self, boot: str, key: Key) -> None:
-        out, since = self._orphans.pop((boot, key), (0, 0.0))
-        if out > 1:
-            self._orphans[boot, key] = (out - 1, since)
+            self._orphans.add(hand.pair.boot, hand.key, len(hand.grants), since)
 
     def _chunks_out(self, key: Key, boot: str, hand: Hand | None) -> bool:
         return (boot, key) in self._orphans or (hand is not None and hand.pair.boot == boot and bool(hand.grants))
 
     def _reclaim(self, key: Key, boot: str, hand: Hand | None) -> None:
-        orphan = self._orphans.pop((boot, key), None)
+        out = self._orphans.take(boot, key)
         if hand is not None and hand.pair.boot == boot and hand.grants:
-            hand.grants = {}
-            orphan = orphan or (0, 0.0)
-        if orphan is not None:
+            hand.grants, out = {}, True
+        if out:
             self._wire.reclaim(key, boot)
 
     # ------------------------------------------------------------------------------------------------------------- time
@@ -578,16 +582,14 @@ class GenCore:
 
     def _reset_stalled(self, now: float) -> list[Action]:
         """Landing chunks that a silent peer does not give back: only the end of the agent that receives frees them."""
-        limit = self._config.kv_transfer_timeout_s
-        boots = {boot for (boot, _), (_, since) in self._orphans.items() if now - since >= limit}
-        return [action for boot in sorted(boots) for action in self._reset(boot)]
+        boots = self._orphans.stalled(now - self._config.kv_transfer_timeout_s)
+        return [action for boot in boots for action in self._reset(boot)]
 
     def _reset(self, boot: str) -> list[Action]:
         """End every transfer of a pair with the agent that receives them."""
         self._pairs.pop(boot, None)
         self._usable.discard(boot)
-        for orphan in [o for o in self._orphans if o[0] == boot]:
-            del self._orphans[orphan]
+        self._orphans.forget(boot)
         actions: list[Action] = []
         for hand in [h for h in self._hands.values() if h.pair.boot == boot]:
             hand.grants = {}

@@ -45,25 +45,27 @@ def handoff_record(submit: Submit, result: PrefillResult, tail_tokens: int | Non
         samples=submit.samples,
         priority=submit.priority,
         lease_s=submit.lease_s,
+        scope=submit.scope,
+        first_sample=submit.first_sample,
     )
 
 
 def first_deltas(submit: Submit, result: PrefillResult) -> list[Delta]:
-    """One a sample; that of sample 0 carries what belongs to the prompt."""
-    return [_first_delta(submit, result, sample, first) for sample, first in enumerate(result.firsts)]
+    """One a sample; the first one's carries what belongs to the prompt."""
+    return [_first_delta(submit, result, place, first) for place, first in enumerate(result.firsts)]
 
 
-def _first_delta(submit: Submit, result: PrefillResult, sample: int, first: FirstToken) -> Delta:
+def _first_delta(submit: Submit, result: PrefillResult, place: int, first: FirstToken) -> Delta:
     return Delta(
         request=submit.request,
         attempt=submit.attempt,
-        sample=sample,
+        sample=submit.first_sample + place,
         start=len(submit.output_ids) // ID_BYTES,
         ids=b"" if first.token is None else pack_ids((first.token,)),
         logprobs=() if first.logprob is None else (first.logprob,),
         finish=first.finish,
         stop_id=first.stop_id,
-        prompt_logprobs=result.prompt_logprobs if sample == 0 else (),
+        prompt_logprobs=result.prompt_logprobs if place == 0 else (),
         cached_tokens=result.cached_tokens,
-        stamps=result.stamps if sample == 0 else {},
+        stamps=result.stamps if place == 0 else {},
     )

@@ -14,14 +14,18 @@ ended: each side ignores what it no longer knows.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tailrace.transfer.messages import Delta, Handoff, Submit, TokenLogprob
+from tailrace.kv_cache.manager import EXACT, Fidelity
+from tailrace.transfer.messages import Delta, Handoff, Moved, PageDescriptor, PrefillSample, Submit, TokenLogprob
 
 Key = tuple[str, int]
 """(request, attempt)."""
+
+MAX_UNTOLD_PREFILLS = 128  # of a worker whose heartbeats do not go out
 
 
 # ------------------------------------------------------------------------------------------------------ node -> loop
@@ -48,13 +52,19 @@ class Admitted:
 
     `pages`: one a page ordinal of the first `handoff.num_tokens` tokens (SCRATCH_PAGE where the group no longer needs
     that page). `num_matched_tokens`: of them, tokens whose pages this worker already had (published, so read-only).
-    `wire_s`: from bind to valid on this worker's clock.
+    `wire_s`: from bind to valid on this worker's clock. `fidelity`: who may find these pages in the prefix index.
+    `ctx`: boot id of the worker that they came from. `exposed_s`: of wire_s, what came after all pages were final.
+    `moved`: how they came, for the client's receipt.
     """
 
     handoff: Handoff
     pages: tuple[int, ...]
     num_matched_tokens: int
     wire_s: float
+    fidelity: Fidelity = EXACT
+    ctx: str = ""
+    exposed_s: float = 0.0
+    moved: Moved | None = None
 
     @property
     def key(self) -> Key:
@@ -81,9 +91,11 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class FaultsSet:
-    """Tests only: fill freed pages from now on (or no longer). All other faults stay inside the node."""
+    """Tests only: the faults that are the loop's (transfer/faults.py). All others stay inside the node."""
 
     poison: bool
+    preempt: int = 0
+    slow_pass_s: float = 0.0
 
 
 LoopEvent = Arrived | Admitted | Cancelled | DrainAsked | FaultsSet
@@ -126,6 +138,21 @@ class PrefillResult:
         return all(first.finish is not None for first in self.firsts)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A sample that has ended, for back-flow: its published pages by ordinal from 0, exact, with their generations.
+
+    `ctx`: boot id of the worker that its prompt came from. `hashes` cover `num_tokens`.
+    """
+
+    key: Key
+    ctx: str
+    namespace: bytes
+    hashes: bytes
+    num_tokens: int
+    pages: tuple[PageDescriptor, ...]
+
+
 @dataclass(slots=True)
 class LoopStats:
     """Overwritten by the loop once a pass, read by the transfer thread at any time (single fields, no lock).
@@ -135,6 +162,9 @@ class LoopStats:
 
     The rest only grows. `prompt_positions`: positions that prefill computed here (on gen: local and recompute, of which
     `recomputed_positions`). `prefix_hit_tokens`: prompt tokens found in the index. `preemptions`: sequences put back.
+    `drafts_*`: guesses of tokens that were verified, and those of them that became tokens; `undrafted`: requests
+    decoded without guesses, by reason. `shadow_*`: shadow checks by result, and the time they took. `prefills`: the
+    last ones, until told.
     """
 
     stamp: float = 0.0
@@ -150,6 +180,14 @@ class LoopStats:
     prefix_hit_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    drafts_verified: int = 0
+    drafts_accepted: int = 0
+    undrafted: dict[str, int] = field(default_factory=dict)
+    shadow_equal: int = 0
+    shadow_different: int = 0
+    shadow_skipped: int = 0
+    shadow_seconds: float = 0.0
+    prefills: deque[PrefillSample] = field(default_factory=lambda: deque(maxlen=MAX_UNTOLD_PREFILLS))
 
 
 class LoopPort(Protocol):
@@ -183,6 +221,10 @@ class LoopPort(Protocol):
 
     def tokens(self, deltas: Sequence[Delta]) -> None:
         """New tokens of this pass; each goes to the ingress link of its request."""
+        ...
+
+    def turn_ended(self, turn: Turn) -> None:
+        """Offer a finished sample's pages to its ctx. They need not be held."""
         ...
 
     def ended(self, key: Key, outcome: str) -> None:

@@ -1,5 +1,6 @@
 """Every frame that crosses a socket between ingress, router, ctx and gen. Frozen data only, torch-free.
 
+Those about pages stand in page_frames.py, those about cached prefixes in cache_frames.py; all are named here.
 `transfer/frames.py` packs them (msgpack arrays, positional, checked against the annotations). Token ids and block
 hashes travel as packed bytes. (request, attempt) is in every request frame: `request` is made by the ingress (32 hex
 digits) and independent of any text of the client.
@@ -7,26 +8,51 @@ digits) and independent of any text of the client.
 Who sends what:
     ingress -> router   Place Done Query             router -> ingress   Placed Refused Deaths Answer
     ingress -> worker   Submit Renew Cancel          worker -> ingress   Tokens Fail
-    router  -> worker   Epoch Peers Bind Cancel Deaths Drain SetFaults
+    router  -> worker   Epoch Peers Bind Cancel Deaths Drain SetFaults CacheQuery
     worker  -> router   Register Heartbeat Holding Progress Bound NotNow Unbind EpochRefused Drain
+                        CacheEvent
     gen     -> ctx      Hello Want Release Fail      ctx    -> gen       Hello Refuse Ready Landed Handoff Valid Expired
-                                                                         Fail
+                        WantSums Mistrust Offer                          Fail Sums
     anyone  -> router   Stats Deaths
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tailrace.model.sampling_params import SamplingParams
+from tailrace.transfer.cache_frames import CacheEvent, CacheQuery
+from tailrace.transfer.compat import CompatRecord as CompatRecord
+from tailrace.transfer.compat import GroupRecord as GroupRecord
+from tailrace.transfer.measured import PairCost as PairCost
+from tailrace.transfer.measured import PrefillSample as PrefillSample
+from tailrace.transfer.measured import Timing as Timing
+from tailrace.transfer.page_frames import (
+    Expired,
+    Handoff,
+    Landed,
+    Mistrust,
+    Notice,
+    Offer,
+    Ready,
+    Release,
+    Sums,
+    Valid,
+    Want,
+    WantSums,
+)
+from tailrace.transfer.page_frames import LandingGrant as LandingGrant
+from tailrace.transfer.page_list import PageDescriptor as PageDescriptor
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+NOT_HELD = "not_held"  # Fail.code
 HASH_BYTES = 16
 ID_BYTES = 4
 
 
-def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
+def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32 bytes."""
     return array("i", ids).tobytes()
 
@@ -39,21 +65,6 @@ def unpack_ids(data: bytes) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------------- identity, pairing
-
-
-@dataclass(frozen=True, slots=True)
-class CompatRecord:
-    """What two workers must agree on before a page may move. Compared field by field, in this order."""
-
-    protocol: int
-    model: str  # hash over config, weights revision and tokenizer
-    dtype: str
-    tokens_per_page: int
-    block_tokens: int
-    groups: tuple[str, ...]  # one description a state group, layers and shapes read from the allocated tensors
-    page_bytes: tuple[int, ...]  # a group
-    tp: int
-    codecs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,8 @@ class Register:
     compat: CompatRecord
     epoch: int  # highest epoch number this worker has accepted
     router_boot: str
+    max_batch_size: int = 0  # sequences that decode here at once; 0: it does not decode, or does not say
+    state_pages: int = 0  # of each sequence, beside those that grow with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +124,15 @@ class Heartbeat:
     prefill_tokens_per_s: float  # measured, 0 until known
     transfer_bytes_per_s: float
     pairs: tuple[str, ...]  # boot ids of peers whose pair is usable
+    codecs: tuple[tuple[str, str, str], ...] = ()  # (boot id of a peer, what pages go through, why)
+    prefills: tuple[PrefillSample, ...] = ()  # that ended since the last heartbeat
+    costs: tuple[PairCost, ...] = ()
+    cache_sequence: int = 0  # of the last CacheEvent before it, so that the loss of the last one is found too
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One request in a worker's whole set. `pages`: held here; `needs`: gen pages an unbound request will need.
+    """One request in a worker's whole set. `pages`: held here; `needs`: tokens that an unbound one needs gen pages for.
 
     `seconds_left`: of its prefill; None while it is not known, 0 once it is over.
     """
@@ -225,7 +242,8 @@ class Placed:
 class Refused:
     """No place. After a Placed it means that this attempt cannot get (another) gen: it is over for the router.
 
-    reason: no_gen | no_ctx | no_pair | too_large | queue_full | deadline | worker_deaths | gen_lost | bind_failed.
+    reason: no_gen | no_ctx | no_pair | too_large | queue_full | deadline | worker_deaths | gen_lost | bind_failed, with
+    status 503; rate | fairness, about its tenant, with 429.
     """
 
     request: str
@@ -239,18 +257,28 @@ class Refused:
 class Done:
     """First terminal report of an attempt; every claim goes back.
 
-    outcome: finished | cancelled | refused | failed | migrating.
+    outcome: finished | cancelled | refused | failed | migrating. `faults`: boot ids of the workers whose fault it was
+    (either end of a pair, if that cannot be told); empty where it was nobody's, the client's, or a death. `timing`: of
+    the attempt that brought the request's first token. `prompt_tokens`, `output_tokens`: what was served and no Done of
+    the request has told before; the router charges its tenant for them.
     """
 
     request: str
     attempt: int
     outcome: str
     reason: str
+    faults: tuple[str, ...] = ()
+    timing: Timing | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Ctx to router until a gen is bound. `last_launched`: the last chunk's forward has been launched."""
+    """Ctx to router until a gen is bound, and once more at the end of the prefill.
+
+    `last_launched`: the last chunk's forward has been launched. `read`: this is that end, and a gen is reading.
+    """
 
     request: str
     attempt: int
@@ -258,6 +286,7 @@ class Progress:
     tokens_total: int
     seconds_left: float
     last_launched: bool
+    read: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +339,10 @@ class Unbind:
 class Submit:
     """A leg of one attempt. leg `prefill` (ctx) or `local` (a gen prefills and decodes).
 
-    `output_ids`: what a former attempt already sent of sample 0; empty at first. `samples` samples share one prefill.
-    `hashes` cover the full blocks of prompt + output_ids. `no_cache`: match no prefix (prompt logprobs need all rows).
+    `output_ids`: what former attempts already sent of its one sample; empty at first. `samples` samples share one
+    prefill; they are numbered from `first_sample` on, in draws and in deltas.
+    `hashes` cover the full blocks of prompt + output_ids. `no_cache`: match no prefix (prompt logprobs need all
+    rows; pages of a former attempt were corrupt).
     """
 
     request: str
@@ -327,11 +358,17 @@ class Submit:
     lease_s: float
     timeout_s: float | None
     no_cache: bool
+    scope: str = ""  # of its block hashes
+    first_sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Extends the request lease of each (request, attempt), and makes this link the one that its tokens go to."""
+    """Extends the request lease of each (request, attempt), and makes this link the one that its tokens go to.
+
+    What the worker neither works on nor has tokens of is answered with Fail, code `not_held`: so no ingress waits for
+    ever for what a worker has lost, or ended with a word that got lost.
+    """
 
     keys: tuple[tuple[str, int], ...]
     lease_s: float
@@ -354,11 +391,31 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """How a prompt's pages came to gen: what the receipt says of the hand-off.
+
+    `logical_bytes`, `wire_bytes`: worth before the codec, and moved. `pages`, `pages_skipped`: of ctx's, those that
+    were read, and those that were not because gen had them or no longer needs them. `verified`: their sums were
+    compared. `seconds`: from bind to valid on gen's clock.
+    """
+
+    transport: str
+    codec: str
+    logical_bytes: int
+    wire_bytes: int
+    pages: int
+    pages_skipped: int
+    verified: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New tokens of one sample. `start`: index of the first among the sample's output tokens, so repeats are seen.
 
     `finish`: None | stop | length. `stop_id`: the id that ended it, itself not in `ids`' text. `prompt_logprobs` and
     `cached_tokens` come with the first delta. `stamps`: durations in seconds on the sender's clock (queue, prefill).
+    `moved`: with the first delta after a hand-off.
     """
 
     request: str
@@ -372,6 +429,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...]
     cached_tokens: int
     stamps: dict[str, float]
+    moved: Moved | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +441,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """An attempt failed at the sender. code: out_of_pages|timeout|expired|transfer|lost|internal|refused|not_posted.
+    """An attempt failed at the sender. code: out_of_pages | timeout | expired | transfer | corrupt | lost | internal |
+    refused | not_posted | grammar | not_held (the answer to a Renew of what is not here, or not any more).
 
     From ctx to gen: there is, or will be, nothing more to read (also code `ended`, which no ingress sees). From gen to
     ctx: this reader has given up, another may be bound.
@@ -394,117 +453,6 @@ class Fail:
     code: str
     message: str
     retryable: bool
-
-
-# -------------------------------------------------------------------------------------------------------------- pages
-
-
-@dataclass(frozen=True, slots=True)
-class PageDescriptor:
-    """A page that may be read: what may cross the wire (a bare page id may not)."""
-
-    group: int
-    ordinal: int  # position in the sequence: covers tokens [ordinal * B, (ordinal + 1) * B)
-    page: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class LandingGrant:
-    """A landing chunk that ctx may write once. `chunk`: its index at gen; `sequence` guards re-use."""
-
-    chunk: int
-    sequence: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """Gen asks for pages [ordinals] it lacks; also renews the pin lease. Repeated with fresh grants (nixl).
-
-    Ctx answers each with one Ready over those of the pages that are final, and with Handoff if `handoff` says that the
-    record is still missing; so a frame lost with its link costs one renewal.
-    """
-
-    request: str
-    attempt: int
-    transport: str
-    ordinals: tuple[tuple[int, int, int], ...]  # (group, first ordinal, past-the-last)
-    grants: tuple[LandingGrant, ...]
-    handoff: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Pages that are final and may be read. tokens_ready: absolute tokens whose state is final."""
-
-    request: str
-    attempt: int
-    pages: tuple[PageDescriptor, ...]
-    tokens_ready: int
-    final: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """What a landing write's notification says (nixl). `pages` in the order they stand in the chunk."""
-
-    request: str
-    attempt: int
-    chunk: int
-    sequence: int
-    nbytes: int
-    checksum: int
-    pages: tuple[PageDescriptor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """All that makes gen able to decode, beside the pages.
-
-    `first_tokens`: one a sample; `finished`: per sample, whether its first token ended it. `tail_ids`: the last k
-    prompt ids (all of them when gen_prompt_tail_tokens is unset). `counts`: token id -> count over the whole prompt
-    (only if the params need counts). `output_ids`: what former attempts sent. `num_tokens`: tokens whose state is in
-    the pages.
-    """
-
-    request: str
-    attempt: int
-    num_prompt_tokens: int
-    num_tokens: int
-    first_tokens: tuple[int, ...]
-    finished: tuple[bool, ...]
-    tail_ids: bytes
-    counts: dict[int, int]
-    output_ids: bytes
-    hashes: bytes
-    namespace: bytes
-    params: SamplingParams
-    samples: int
-    priority: int
-    lease_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Gen has all it wants. `seen`: (group, ordinal, generation) of every page it read."""
-
-    request: str
-    attempt: int
-    seen: tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Valid:
-    request: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    request: str
-    attempt: int
-    reason: str
 
 
 # ---------------------------------------------------------------------------------------------------------- observation
@@ -546,6 +494,6 @@ FRAMES: tuple[type, ...] = (
     Hello, Refuse, Register, Heartbeat, Holding, Epoch, EpochRefused, Peers, Deaths, Drain,
     Place, Placed, Refused, Done, Progress, Bind, Bound, NotNow, Unbind,
     Submit, Renew, Cancel, Tokens, Fail,
-    Want, Ready, Landed, Handoff, Release, Valid, Expired,
-    Stats, Query, Answer, SetFaults,
+    Want, Ready, Landed, Notice, Handoff, Release, Valid, Expired, WantSums, Sums, Mistrust, Offer,
+    Stats, Query, Answer, SetFaults, CacheEvent, CacheQuery,
 )  # fmt: skip

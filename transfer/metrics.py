@@ -57,12 +57,51 @@ METRICS: dict[str, MetricSpec] = {
     "tailrace_transfer_queue_length": MetricSpec("gauge", "Reads and posts that were started and have not ended."),
     "tailrace_transfer_queue_age_seconds": MetricSpec("gauge", "Age of the oldest hand-off under way."),
     "tailrace_landing_chunks": MetricSpec("gauge", "Landing chunks by state.", ("state",)),
+    "tailrace_ledger_holds": MetricSpec(
+        "gauge", "1 if books (kv, landing) added up when they were last counted, at rest; 0 if not.", ("books",)
+    ),
+    "tailrace_recordings_total": MetricSpec(
+        "counter", "Flight recordings written: the ledger was broken, or somebody asked.", ("reason",)
+    ),
     "tailrace_claims": MetricSpec("gauge", "Claims of the router.", ("kind",)),
+    "tailrace_prefill_prediction_error_ratio": MetricSpec(
+        "histogram", "How far a prefill's predicted seconds lay off, over the measured ones."
+    ),
     "tailrace_worker_restarts_total": MetricSpec("counter", "Worker processes that were started again."),
+    "tailrace_breaker_open": MetricSpec("gauge", "1 while a worker's breaker is not closed.", ("peer",)),
+    "tailrace_breaker_trips_total": MetricSpec("counter", "Times that a breaker opened."),
     "tailrace_stats_stale": MetricSpec("gauge", "1 while a process's statistics are older than they should be."),
     "tailrace_prompt_positions_total": MetricSpec("counter", "Prompt positions computed here.", ("kind",)),
     "tailrace_output_tokens_total": MetricSpec("counter", "Tokens sampled here."),
     "tailrace_pairs": MetricSpec("gauge", "Context workers to read from: wanted ones by state.", ("state",)),
+    "tailrace_backflow_offers_total": MetricSpec(
+        "counter",
+        "Finished turns offered to ctx: read, known, no_room, stale, late, crowded, unsupported.",
+        ("result",),
+    ),
+    "tailrace_backflow_tokens_total": MetricSpec("counter", "Tokens of finished turns that ctx has read from gen."),
+    "tailrace_shadow_checks_total": MetricSpec(
+        "counter", "Hand-offs whose last full block was computed again: equal, different, or skipped.", ("result",)
+    ),
+    "tailrace_shadow_check_seconds_total": MetricSpec("counter", "Seconds that shadow checks took of the loop."),
+    "tailrace_prompt_cache_tokens_total": MetricSpec(
+        "counter", "Tokens of prompts that went through the prompt-token cache: memory, store, fresh.", ("source",)
+    ),
+    "tailrace_prompt_cache_prompts_total": MetricSpec(
+        "counter", "Prompts looked up in the prompt-token cache: hit (at least a part), miss.", ("result",)
+    ),
+    "tailrace_prompt_cache_evictions_total": MetricSpec("counter", "Parts that had to go: memory, store.", ("tier",)),
+    "tailrace_prompt_cache_bytes": MetricSpec("gauge", "Bytes of the prompt-token cache: memory, store.", ("tier",)),
+    "tailrace_draft_tokens_total": MetricSpec(
+        "counter",
+        "Guessed tokens that steps verified (proposed), and those that became tokens (accepted).",
+        ("result",),
+    ),
+    "tailrace_undrafted_requests_total": MetricSpec(
+        "counter",
+        "Requests decoded without drafts where drafts are on: grammar, penalties, max_tokens.",
+        ("reason",),
+    ),
     "tailrace_preemptions_total": MetricSpec("counter", "Sequences put back for want of pages."),
 }
 METRIC_NAMES: tuple[str, ...] = tuple(METRICS)
@@ -82,6 +121,7 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}
         self._seen: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._puts: dict[tuple[object, ...], Callable[[float], None]] = {}
         for name, spec in METRICS.items():
             labels = (*COMMON_LABELS, *spec.labels)
             if spec.kind == "counter":
@@ -93,13 +133,18 @@ class Metrics:
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Raise a counter, observe a histogram or set a gauge, by the metric's kind. KeyError for an unknown name."""
+        key = (name, *labels.items())
+        put = self._puts.get(key)
+        if put is None:
+            put = self._puts[key] = self._put_of(name, labels)
+        put(value)
+
+    def _put_of(self, name: str, labels: dict[str, str]) -> Callable[[float], None]:
+        """What takes the values of one series; looking it up anew costs more than the rest of `add`."""
         child = self._metrics[name].labels(**self._common, **labels)
         if isinstance(child, Counter):
-            child.inc(value)
-        elif isinstance(child, Histogram):
-            child.observe(value)
-        else:
-            child.set(value)
+            return child.inc
+        return child.observe if isinstance(child, Histogram) else child.set
 
     def raise_to(self, name: str, total: float, **labels: str) -> None:
         """Raise a counter to `total`, which its owner counts itself and never lowers."""

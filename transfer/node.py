@@ -17,17 +17,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.errors import ConfigError, PeerError, WorkerError
 from tailrace.transfer import core_events as ce
 from tailrace.transfer.faults import Faults
 from tailrace.transfer.links import listen
-from tailrace.transfer.loop_events import Key, LoopEvent, LoopStats, PrefillResult
+from tailrace.transfer.loop_events import Key, LoopEvent, LoopStats, PrefillResult, Turn
 from tailrace.transfer.messages import Delta
 from tailrace.transfer.metrics import Metrics
-from tailrace.transfer.pairing import preferred
-from tailrace.transfer.switchboard import NodeConfig, Switchboard
+from tailrace.transfer.node_config import NodeConfig
+from tailrace.transfer.page_proof import PageSummer
+from tailrace.transfer.pairing import geometry, preferred
+from tailrace.transfer.switchboard import Switchboard
 from tailrace.transfer.transports.base import PageHook, Transport, Wake
 
 try:
@@ -38,7 +42,7 @@ except ImportError:  # not on Linux
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-POLL_S = 0.001
+TIMER_S = 0.001  # finer than this the event loop cannot time
 START_S = 30.0
 STOP_S = 10.0
 LAST_BYTES_S = 0.05  # what the links have queued goes out
@@ -57,6 +61,7 @@ class Node:
     Args:
         kv: the worker's page books.
         make_transports: called once, here.
+        pages: our own, [num_pages, bytes_per_page] uint8 a rank: to be summed (`verify_pages`), by us or for a peer.
         clock: monotonic seconds, for leases, stamps and ages.
     """
 
@@ -67,6 +72,7 @@ class Node:
         make_transports: MakeTransports,
         *,
         clock: Callable[[], float] = time.monotonic,
+        pages: Sequence[np.ndarray] = (),
     ) -> None:
         self.config, self.kv = config, kv
         self.loop_stats = LoopStats(stamp=clock())
@@ -80,8 +86,12 @@ class Node:
         if not transports:
             names = ", ".join(t.name for t in every) or "none"
             raise ConfigError(f"transport: {config.transport!r} is not among those of this worker ({names})")
+        summer = None
+        if pages:
+            own = geometry(config.compat, config.compat.groups[0])
+            summer = PageSummer(pages, own, kv.generations, self._wake_from_helper)
         self._board = Switchboard(
-            config, kv, transports, self.metrics, self.loop_stats, self._to_loop, faults, self._news, clock
+            config, kv, transports, self.metrics, self.loop_stats, self._to_loop, faults, self._news, clock, summer
         )
         self._events: deque[LoopEvent] = deque()
         self._events_there = threading.Event()
@@ -156,7 +166,9 @@ class Node:
 
     def chunk_done(self, key: Key, pages: Sequence[int], tokens_ready: int, seconds_left: float) -> None:
         before = self._pinned.get(key, [])
-        reach = list(pages[: self.kv.layout.num_pages(tokens_ready)])
+        layout = self.kv.layout
+        whole = layout.num_pages(tokens_ready) == len(pages)
+        reach = list(pages if whole else pages[: layout.history_pages(tokens_ready)])
         new = tuple(
             (ordinal, page)
             for ordinal, page in enumerate(reach)
@@ -173,6 +185,9 @@ class Node:
     def tokens(self, deltas: Sequence[Delta]) -> None:
         if deltas:
             self._post(tuple(deltas))
+
+    def turn_ended(self, turn: Turn) -> None:
+        self._post(ce.TurnEnded(turn))
 
     def ended(self, key: Key, outcome: str) -> None:
         self._pinned.pop(key, None)
@@ -212,6 +227,7 @@ class Node:
         self._inbox_due = False
         while self._inbox:
             self._board.from_loop(self._inbox.popleft())
+        self._board.session.report_cache()
 
     def _main(self) -> None:
         try:
@@ -261,15 +277,24 @@ class Node:
     async def _tick(self) -> None:
         while True:
             self._board.tick()
+            self._board.session.report_cache()
             await asyncio.sleep(TICK_S)
 
     async def _poll(self) -> None:
         while True:
             self._news.clear()
-            if self._board.poll():
-                await asyncio.sleep(POLL_S)
-            else:
+            soon = self._board.poll()
+            if soon is None:
                 await self._news.wait()
+            elif 0 < soon < TIMER_S:
+                time.sleep(soon)
+                await asyncio.sleep(0)
+            elif soon:
+                late = asyncio.get_running_loop().call_later(soon, self._news.set)
+                await self._news.wait()  # a helper that has ended a copy does not wait for the next millisecond
+                late.cancel()
+            else:
+                await asyncio.sleep(0)
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback: a peer's fault ends its link, our own ends the process."""

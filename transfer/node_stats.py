@@ -49,6 +49,17 @@ def set_loop_gauges(metrics: Metrics, stats: LoopStats) -> None:
     metrics.raise_to("tailrace_prompt_positions_total", stats.recomputed_positions, kind="recomputed")
     metrics.raise_to("tailrace_output_tokens_total", stats.output_tokens)
     metrics.raise_to("tailrace_preemptions_total", stats.preemptions)
+    if stats.drafts_verified:
+        metrics.raise_to("tailrace_draft_tokens_total", stats.drafts_verified, result="proposed")
+        metrics.raise_to("tailrace_draft_tokens_total", stats.drafts_accepted, result="accepted")
+    for reason, number in tuple(stats.undrafted.items()):
+        metrics.raise_to("tailrace_undrafted_requests_total", number, reason=reason)
+    for result in ("equal", "different", "skipped"):
+        number = getattr(stats, f"shadow_{result}")
+        if number:
+            metrics.raise_to("tailrace_shadow_checks_total", number, result=result)
+    if stats.shadow_seconds:
+        metrics.raise_to("tailrace_shadow_check_seconds_total", stats.shadow_seconds)
 
 
 def set_transfer_gauges(metrics: Metrics, in_flight: int, queued: int, age_s: float) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tailrace.transfer.loop_events import Key
-from tailrace.transfer.messages import ID_BYTES, Delta, Fail, Tokens
+from tailrace.transfer.messages import ID_BYTES, NOT_HELD, Delta, Fail, Tokens
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ def merge(first: Delta, second: Delta) -> Delta | None:
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
         stamps={**second.stamps, **first.stamps},
+        moved=first.moved or second.moved,
     )
 
 
@@ -78,11 +79,18 @@ class Outbox:
         else:
             route.link = link
 
-    def reattach(self, key: Key, link: Hashable) -> None:
-        """As `attach`, but for keys that are known here only."""
+    def reattach(self, key: Key, link: Hashable) -> bool:
+        """As `attach`, but for keys that are known here only. Returns whether something waits for it."""
         route = self._routes.get(key)
         if route is not None:
             route.link = link
+        return route is not None and not route.empty
+
+    def deny(self, key: Key, link: Hashable, now: float) -> None:
+        """Tell who asked for a key that nothing of it is here."""
+        self.attach(key, link)
+        self.put(key, Fail(*key, NOT_HELD, "not held here (any more)", True))
+        self.end(key, now)
 
     def detach(self, link: Hashable) -> None:
         """The link is gone; its keys wait for another."""

@@ -4,23 +4,29 @@
                      <- Hello(compat, {transport: info}), or Refuse(field, mine, theirs) and the link is closed
     gen connects the transport and probes it; if it does not work the next one is tried with another Hello
 
-Both sides compare the records; a mismatch that no codec bridges refuses the pair and both workers go on. A refused peer
-is asked again seldom, because only a restart can change its answer; one that does not answer is dialled again with
-back-off. Belongs to the transfer thread's event loop. Knows no request. A link's end is reported, and is no death.
+Both sides compare the records. Tokens a page, tensor parallelism and, through a codec that both have, the storage dtype
+may differ: then pages are converted (transports/conversion.py). Any other difference refuses the pair and both workers
+go on. A refused peer is asked again seldom, because only a restart can change its answer; one that does not answer is
+dialled again with back-off. Belongs to the transfer thread's event loop. Knows no request. A link's end is reported,
+and is no death.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from tailrace.kv_cache.layout import DTYPE_BYTES
 from tailrace.model.errors import PairRefused, PeerError
+from tailrace.transfer.codec_choice import RAW, Choice, lossy_steps
+from tailrace.transfer.compat import ROWS
 from tailrace.transfer.links import Identity, Link, dial
-from tailrace.transfer.messages import CompatRecord, Hello, PeerAddress, Refuse
+from tailrace.transfer.messages import CompatRecord, GroupRecord, Hello, PeerAddress, Refuse
+from tailrace.transfer.page_plan import PoolGeometry
 from tailrace.transfer.transports.base import Transport
+from tailrace.transfer.transports.conversion import Conversion
 
 log = logging.getLogger(__name__)
 
@@ -29,24 +35,146 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
 HELLO_S = 5.0
 
 
+_ALIKE = ("protocol", "model", "block_tokens")
+_ALIKE_WHOLE = ("tokens_per_page", "tp", "dtype", "page_bytes")  # of pages that nothing but their model can take apart
+
+
 def mismatch(mine: CompatRecord, theirs: CompatRecord) -> PairRefused | None:
     """The first field in which two workers differ and may not, with both values; None if they can be paired."""
-    for field in fields(CompatRecord):
-        ours, other = getattr(mine, field.name), getattr(theirs, field.name)
-        if field.name == "codecs":
-            if not set(ours) & set(other):
-                return PairRefused(field.name, ours, other)
-        elif isinstance(ours, tuple) and len(ours) == len(other):
-            for i, (a, b) in enumerate(zip(ours, other, strict=True)):
-                if a != b:
-                    return PairRefused(f"{field.name}[{i}]", a, b)
-        elif ours != other:
-            return PairRefused(field.name, ours, other)
+    for field in _ALIKE:
+        ours, other = getattr(mine, field), getattr(theirs, field)
+        if ours != other:
+            return PairRefused(field, ours, other)
+    if len(mine.groups) != len(theirs.groups):
+        return PairRefused("groups", len(mine.groups), len(theirs.groups))
+    for i, (ours, other) in enumerate(zip(mine.groups, theirs.groups, strict=True)):
+        differing = _groups_differ(f"groups[{i}]", ours, other)
+        if differing is not None:
+            return differing
+    if takes_whole_pages(mine):
+        return _whole_pages_differ(mine, theirs)
+    for field in ("tokens_per_page", "tp", "dtype"):
+        if not (_possible(field, mine) and _possible(field, theirs)):
+            return PairRefused(field, getattr(mine, field), getattr(theirs, field))
+    if codec_between(mine, theirs) is None:
+        field = "codecs" if mine.dtype == theirs.dtype else "dtype"
+        return PairRefused(field, getattr(mine, field), getattr(theirs, field))
     return None
 
 
+def takes_whole_pages(record: CompatRecord) -> bool:
+    """Whether a worker's pages cannot be taken apart or converted."""
+    return any(group.kind == ROWS for group in record.groups)
+
+
+def _whole_pages_differ(mine: CompatRecord, theirs: CompatRecord) -> PairRefused | None:
+    for field in _ALIKE_WHOLE:
+        ours, other = getattr(mine, field), getattr(theirs, field)
+        if ours != other:
+            return PairRefused(field, ours, other)
+    if codec_between(mine, theirs) != RAW:
+        return PairRefused("codecs", mine.codecs, theirs.codecs)
+    return None
+
+
+def _possible(field: str, record: CompatRecord) -> bool:
+    """Whether a field that may differ has a value that pages can have."""
+    if field == "tokens_per_page":
+        tokens, block = record.tokens_per_page, record.block_tokens
+        return tokens >= 1 and (tokens % block == 0 or block % tokens == 0)
+    if field == "dtype":
+        return record.dtype in DTYPE_BYTES
+    return all(record.tp >= 1 and max(g.kv_heads, record.tp) % min(g.kv_heads, record.tp) == 0 for g in record.groups)
+
+
+def _groups_differ(name: str, ours: GroupRecord, other: GroupRecord) -> PairRefused | None:
+    for field in ("kind", "window"):
+        if getattr(ours, field) != getattr(other, field):
+            return PairRefused(f"{name}.{field}", getattr(ours, field), getattr(other, field))
+    mine, theirs = dict(ours.layers), dict(other.layers)
+    layers = [n for n in sorted(mine | theirs) if mine.get(n) != theirs.get(n)]
+    if layers:
+        which = ", ".join(str(n) for n in layers)
+        return PairRefused(f"{name} layers {which}", *("; ".join(_rows(have, layers)) for have in (mine, theirs)))
+    for field in ("fields", "kv_heads", "dim"):
+        if getattr(ours, field) != getattr(other, field):
+            return PairRefused(f"{name}.{field}", getattr(ours, field), getattr(other, field))
+    return None
+
+
+def _rows(have: dict[int, str], layers: Sequence[int]) -> list[str]:
+    """What one side has of the layers that differ; each description once."""
+    return list(dict.fromkeys(have.get(n, "none") for n in layers))
+
+
+def geometry(record: CompatRecord, group: GroupRecord) -> PoolGeometry:
+    """Of a worker's pages of a group; pages that are taken whole are one row."""
+    if group.kind == ROWS:
+        return PoolGeometry(1, 1, 1, 1, group.dim, "uint8", record.tp)
+    return PoolGeometry(
+        record.tokens_per_page, len(group.layers), group.fields, group.kv_heads, group.dim, record.dtype, record.tp
+    )
+
+
+def codec_between(source: CompatRecord, destination: CompatRecord) -> str | None:
+    """The first of ctx's codecs that gen has too and that bridges their dtypes, which `raw` does not."""
+    bridging = [c for c in source.codecs if c in destination.codecs and (source.dtype == destination.dtype or c != RAW)]
+    return bridging[0] if bridging else None
+
+
+def codec_used(source: CompatRecord, destination: CompatRecord, *, landing: bool) -> Choice:
+    """What the pages of a pair that is not refused go through, and why.
+
+    `landing`: they go over a wire. Where gen reads ctx's memory a codec saves nothing, so it only bridges dtypes.
+    """
+    if source.dtype == destination.dtype and not landing:
+        return Choice(RAW, "gen reads the context worker's memory: there is no wire")
+    codec = codec_between(source, destination) or RAW
+    if source.dtype != destination.dtype:
+        return Choice(codec, f"{source.dtype} pages become {destination.dtype}")
+    return Choice(codec, "configured")
+
+
+def conversion_between(source: CompatRecord, destination: CompatRecord, *, landing: bool) -> Conversion | None:
+    """How ctx's pages become gen's; None where they are alike and nothing is encoded. `landing`: as codec_used.
+
+    Raises:
+        PeerError: the codec has no form for such pages.
+    """
+    if takes_whole_pages(source):
+        return None
+    (ours,), (theirs,) = ([geometry(record, group) for group in record.groups] for record in (source, destination))
+    codec = codec_used(source, destination, landing=landing).codec
+    if codec == RAW:
+        return None if ours == theirs and ours.tp == 1 else Conversion(ours, theirs)
+    from tailrace.transfer.codecs import codec_named  # imports torch, which raw pairs do not need
+
+    return Conversion(ours, theirs, codec_named(codec))
+
+
+def steps_between(source: CompatRecord, destination: CompatRecord, *, landing: bool) -> tuple[str, ...]:
+    """The lossy steps that pages of this pair may come through, the least lossy first; none: their bits arrive."""
+    codec = codec_used(source, destination, landing=landing).codec
+    return lossy_steps(codec, source.dtype, destination.dtype)
+
+
+def exact_between(source: CompatRecord, destination: CompatRecord, *, landing: bool) -> bool:
+    """Whether the reader's pages get the very bits of the other's."""
+    return not steps_between(source, destination, landing=landing)
+
+
+Told = Callable[[str, Choice], None]
+"""Called with a peer's boot id and what its pages go through from now on; from a helper thread where it is `auto`."""
+
+
+def _tell(told: Told, boot: str, conversion: Conversion | None, choice: Choice) -> None:
+    told(boot, choice)
+    if conversion is not None and conversion.link is not None and conversion.codec is not None:
+        conversion.codec.told = lambda chosen: told(boot, chosen)  # type: ignore[attr-defined]
+
+
 def answer_hello(
-    hello: Hello, worker: str, boot: str, compat: CompatRecord, transports: Sequence[Transport]
+    hello: Hello, worker: str, boot: str, compat: CompatRecord, transports: Sequence[Transport], told: Told
 ) -> Hello | Refuse:
     """Ctx's answer: what gen needs for each of the transports it named that works here."""
     wrong = mismatch(compat, hello.compat)
@@ -58,7 +186,9 @@ def answer_hello(
             continue
         try:
             if transport.units_per_grant:  # only one that writes to its reader must reach it
-                transport.connect(hello.boot, hello.transports[transport.name])
+                conversion = conversion_between(compat, hello.compat, landing=True)
+                _tell(told, hello.boot, conversion, codec_used(compat, hello.compat, landing=True))
+                transport.connect(hello.boot, hello.transports[transport.name], conversion)
         except PeerError as error:
             fields = {"worker": hello.worker, "transport": transport.name, "reason": str(error)}
             log.info("transport_not_usable", extra={"fields": fields})
@@ -70,7 +200,7 @@ def answer_hello(
 class PairEvents(Protocol):
     """Who is told. All calls come on the event loop."""
 
-    def pair_up(self, boot: str, transport: Transport) -> None: ...
+    def pair_up(self, boot: str, transport: Transport, compat: CompatRecord) -> None: ...
 
     def pair_down(self, boot: str) -> None: ...
 
@@ -178,12 +308,12 @@ class PairDialer:
         )  # fmt: skip
         self._links[boot] = link
         try:
-            transport = await self._agree(link, session, peer)
+            transport, compat = await self._agree(link, session, peer)
             self.refused.pop(boot, None)
             self.ready[boot] = transport
             fields = {"worker": peer.worker, "boot": boot, "transport": transport.name}
             log.info("pair_ready", extra={"fields": fields})
-            self._events.pair_up(boot, transport)
+            self._events.pair_up(boot, transport, compat)
             await session.closed.wait()
         finally:
             if self._links.get(boot) is link:
@@ -192,8 +322,8 @@ class PairDialer:
             if self.ready.pop(boot, None) is not None:
                 self._events.pair_down(boot)
 
-    async def _agree(self, link: Link, session: _Session, peer: PeerAddress) -> Transport:
-        """The first transport that both have and that brings a page over intact."""
+    async def _agree(self, link: Link, session: _Session, peer: PeerAddress) -> tuple[Transport, CompatRecord]:
+        """The first transport that both have and that brings a page over intact, and the peer's record."""
         tried = []
         for transport in self._transports:
             info = {transport.name: transport.info_for(peer.boot)}
@@ -205,18 +335,20 @@ class PairDialer:
             if wrong is not None:
                 link.send(Refuse(wrong.field, str(wrong.mine), str(wrong.theirs)))
                 raise wrong
-            why = await self._try(transport, peer.boot, answer.transports.get(transport.name))
+            why = await self._try(transport, peer.boot, answer)
             if why is None:
-                return transport
+                return transport, answer.compat
             tried.append(f"{transport.name}: {why}")
         raise PeerError(f"no transport reaches {peer.worker}: {'; '.join(tried) or 'none configured'}")
 
-    async def _try(self, transport: Transport, boot: str, info: bytes | None) -> str | None:
+    async def _try(self, transport: Transport, boot: str, answer: Hello) -> str | None:
         """None if it works, else why not."""
+        info = answer.transports.get(transport.name)
         if info is None:
             return "the peer does not offer it"
         try:
-            transport.connect(boot, info)
+            landing = transport.units_per_grant > 0
+            transport.connect(boot, info, conversion_between(answer.compat, self._compat, landing=landing))
         except PeerError as error:
             return str(error)
         self._news.set()

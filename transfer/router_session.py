@@ -1,6 +1,7 @@
 """A worker's link to the router: dialled, kept, dialled again; register, heartbeat, whole set, epoch.
 
     linked -> Register;  Epoch accepted -> Holding at once, then Heartbeat, Holding and Stats on their clocks
+    CacheQuery -> CacheEvents (cache_report.py)
 
 Epoch rule: the first router boot id for a number is kept; a lower number, or another boot id for the same one, is
 refused by naming the accepted pair. Frames of a router whose epoch was not accepted on this link are dropped, but for
@@ -13,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tailrace.model.errors import PeerError
+from tailrace.transfer.cache_report import CacheReport
 from tailrace.transfer.links import Identity, Link, dial
-from tailrace.transfer.messages import Epoch, EpochRefused, Heartbeat, Holding, Peers, Register, Stats
+from tailrace.transfer.messages import CacheQuery, Epoch, EpochRefused, Heartbeat, Holding, Peers, Register, Stats
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +67,14 @@ class RouterSession:
 
     Args:
         heartbeat_s, report_s: periods of Heartbeat, and of Holding and Stats.
+        cache: what it says of cached prefixes; None: nothing.
     """
 
     def __init__(
-        self, me: Identity, secret: bytes, owner: SessionOwner, *, heartbeat_s: float, report_s: float
-    ) -> None:
-        self._me, self._secret, self._owner = me, secret, owner
+        self, me: Identity, secret: bytes, owner: SessionOwner, *, heartbeat_s: float, report_s: float,
+        cache: CacheReport | None = None,
+    ) -> None:  # fmt: skip
+        self._me, self._secret, self._owner, self._cache = me, secret, owner, cache
         self._heartbeat_s, self._report_s = heartbeat_s, report_s
         self._epoch = EpochRule()
         self._address: tuple[str, int, str] | None = None
@@ -101,6 +106,12 @@ class RouterSession:
         if self.up and self._link is not None:
             self._link.send(frame)
 
+    def report_cache(self) -> None:
+        """Say what has changed in the cache; often."""
+        if self.up and self._cache is not None:
+            for event in self._cache.changes():
+                self.send(event)
+
     async def run(self) -> None:
         """Until cancelled."""
         retry_s = FIRST_RETRY_S
@@ -131,6 +142,8 @@ class RouterSession:
             return False
         self._said = ""
         self._link, self._accepted = link, False
+        if self._cache is not None:
+            self._cache.new_link()
         link.send(self._owner.register(*self.epoch))
         try:
             await self._report(link, closed)
@@ -148,7 +161,8 @@ class RouterSession:
             now = loop.time()
             if now >= heartbeat_at:
                 heartbeat_at = now + self._heartbeat_s
-                link.send(self._owner.heartbeat())
+                beat = self._owner.heartbeat()
+                link.send(beat if self._cache is None else replace(beat, cache_sequence=self._cache.sequence))
             if now >= report_at:
                 report_at = now + self._report_s
                 link.send(self._owner.stats())
@@ -159,6 +173,10 @@ class RouterSession:
     def _on_frame(self, link: Link, frame: Any) -> None:
         if isinstance(frame, Epoch):
             self._on_epoch(link, frame)
+        elif isinstance(frame, CacheQuery) and self._cache is not None:
+            if self._accepted and link is self._link:
+                for event in self._cache.answer():
+                    link.send(event)
         elif isinstance(frame, Peers) or (self._accepted and link is self._link):
             self._owner.router_frame(frame)
         else:

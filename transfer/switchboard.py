@@ -14,16 +14,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from tailrace.kv_cache.manager import KvManager
-from tailrace.model.errors import ConfigError, ProtocolError, WorkerError
+from tailrace.model.errors import ProtocolError, WorkerError
 from tailrace.transfer import core_events as ce
+from tailrace.transfer.backflow_port import BackflowPort
+from tailrace.transfer.cache_report import CacheReport
+from tailrace.transfer.codec_choice import Choice
 from tailrace.transfer.ctx_core import CtxCore
 from tailrace.transfer.faults import FaultPlan, Faults
 from tailrace.transfer.gen_core import GenCore
-from tailrace.transfer.links import Identity, Link
+from tailrace.transfer.ledger_watch import LedgerWatch
+from tailrace.transfer.links import Link
 from tailrace.transfer.loop_events import DrainAsked, FaultsSet, Key, LoopEvent, LoopStats
 from tailrace.transfer.messages import (
     Bind,
@@ -39,6 +42,8 @@ from tailrace.transfer.messages import (
     Hello,
     Holding,
     LandingGrant,
+    Notice,
+    Offer,
     Peers,
     Ready,
     Refuse,
@@ -48,71 +53,35 @@ from tailrace.transfer.messages import (
     SetFaults,
     Stats,
     Submit,
+    Sums,
     Tokens,
     Valid,
     Want,
 )
 from tailrace.transfer.metrics import Metrics
+from tailrace.transfer.node_config import NodeConfig
 from tailrace.transfer.node_stats import (
-    TransferRate,
     set_chunk_gauges,
     set_loop_gauges,
-    set_page_gauges,
     set_pair_gauges,
     set_transfer_gauges,
 )
 from tailrace.transfer.outbox import Outbox
-from tailrace.transfer.pairing import PairDialer, answer_hello
+from tailrace.transfer.page_proof import PageSummer
+from tailrace.transfer.pair_costs import PairCosts
+from tailrace.transfer.pairing import PairDialer, answer_hello, codec_used, steps_between
+from tailrace.transfer.reports import heartbeat_frame, register_frame
 from tailrace.transfer.router_session import RouterSession
-from tailrace.transfer.transports.base import LandedIn, PostDone, ReadDone, Transport
+from tailrace.transfer.transports.base import LandedIn, PeerNotice, PostDone, ReadDone, ReadJob, Transport
+from tailrace.transfer.ways import Ways
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.001  # while a transfer is under way; at once after one that brought something
 FULL_LINK_BYTES = 1 << 20  # an ingress link with this much unsent gets no more until it drains
 FULL_LINK_RETRY_S = 0.01
 CHECK_AFTER_S = 0.25  # idle for so long: the recount looks at every page, and frames that come meanwhile wait for it
 _FAULT_KINDS: dict[type, str] = {Ready: "ready", Handoff: "handoff", Release: "release"}
-
-
-@dataclass(frozen=True, slots=True)
-class NodeConfig:
-    """One worker's identity and what its node needs to know.
-
-    Attributes:
-        worker, boot: its stable name, and this process group's boot id.
-        home: ctx | gen, its Serve pool.  duty: ctx | gen | both, what it hosts.
-        host: the address that it binds and tells its peers.  port: 0 for any free one.
-        model: served name, a metric label.  compat: compared with every peer.
-        max_num_tokens: tokens a step.  max_request_tokens: of one prompt and its output.
-        transport: `auto` or the name of one.
-        heartbeat_s, report_s: periods of Heartbeat, and of the whole set and statistics.
-        faults: tests only: obey SetFaults.
-    """
-
-    worker: str
-    boot: str
-    home: str
-    duty: str
-    host: str
-    secret: bytes
-    compat: CompatRecord
-    max_num_tokens: int
-    max_request_tokens: int
-    port: int = 0
-    model: str = ""
-    transport: str = "auto"
-    core: ce.CoreConfig = field(default_factory=ce.CoreConfig)
-    heartbeat_s: float = 0.5
-    report_s: float = 1.0
-    faults: bool = False
-
-    def __post_init__(self) -> None:
-        if self.duty not in ("ctx", "gen", "both"):
-            raise ConfigError(f"duty: {self.duty!r} is none of ctx, gen, both")
-
-    @property
-    def identity(self) -> Identity:
-        return Identity(self.home, self.worker, self.boot)
 
 
 class DeclaredDead(WorkerError):
@@ -128,7 +97,8 @@ class Switchboard:
         to_loop: hands an event to the worker's loop.
         loop_stats: overwritten by the loop, read here.
         faults: None unless the config allows them.
-        news: set whenever a transport may have something.
+        news: set whenever a transport, or the summer, may have something.
+        summer: sums pages, for `verify_pages`.
     """
 
     def __init__(
@@ -142,30 +112,34 @@ class Switchboard:
         faults: Faults | None,
         news: asyncio.Event,
         clock: Callable[[], float],
+        summer: PageSummer | None = None,
     ) -> None:
         self.config, self.kv, self.metrics = config, kv, metrics
         self.port = config.port
         self._transports, self._to_loop, self._faults, self._clock = transports, to_loop, faults, clock
-        self._loop_stats, self._news = loop_stats, news
-        self._ctx = CtxCore(kv, config.core) if config.duty != "gen" else None
-        self._gen = GenCore(kv, self, config.core, lambda: loop_stats.headroom_pages) if config.duty != "ctx" else None
+        self._loop_stats, self._news, self._summer = loop_stats, news, summer
+        self.ledger = LedgerWatch(config, kv, transports, metrics)
+        self._ctx, self._gen = self.ledger.cores(self, lambda: loop_stats.headroom_pages)
         self._cores: list[CtxCore | GenCore] = [core for core in (self._ctx, self._gen) if core is not None]
         me = config.identity
         self.pairs = PairDialer(config.worker, me, config.secret, config.compat, transports, self, news)
+        self._back = BackflowPort(kv, transports, config.compat, clock) if config.backflow and self._ctx else None
         self.session = RouterSession(
-            me, config.secret, self, heartbeat_s=config.heartbeat_s, report_s=config.report_s
+            me, config.secret, self, heartbeat_s=config.heartbeat_s, report_s=config.report_s,
+            cache=CacheReport(config, kv, faults, clock),
         )  # fmt: skip
         self.outbox = Outbox(config.core.request_lease_s)
         self._links: set[Link] = set()
         self._gens: dict[str, Link] = {}  # boot of a gen that said Hello -> its link
         self._by_boot: dict[str, Transport] = {}  # how each ctx is read
+        self._ways = Ways(transports, self.stale_frame, news.set)
+        self._codecs: dict[str, Choice] = {}  # of each peer, either way
         self._reads: dict[int, Key] = {}
         self._swallowed: list[LandedIn] = []  # by the fault DROP landed: given back when their pair ends
         self._abandoned: dict[int, str] = {}  # reads that nobody wants -> boot
-        self._rate = TransferRate()
+        self._costs = PairCosts()
         self._drain_s: float | None = None
-        self._flush_due = self._flush_late = False
-        self._checked, self._fed_at = True, 0.0
+        self._flush_due, self._flush_late, self._checked, self._fed_at = False, False, True, 0.0
 
     # --------------------------------------------------------------------------------------------------- cores, actions
 
@@ -175,7 +149,7 @@ class Switchboard:
             self.stale_frame()
             return
         self._checked, self._fed_at = False, self._clock()
-        for action in core.handle(event, self._fed_at):
+        for action in self.ledger.handle(core, event, self._fed_at):
             self._act(action, core)
 
     def feed_all(self, event: Any) -> None:
@@ -186,6 +160,9 @@ class Switchboard:
         return next((core for core in self._cores if key in core), None)
 
     def _act(self, action: ce.Action, core: CtxCore | GenCore) -> None:
+        if self._faults is not None and self._summer is not None and core is self._ctx:
+            for page in self._faults.in_pool(action, self.config.core.verify_pages):
+                self._summer.flip(page, self._faults.plan.flip_byte, self._faults.plan.flip_mask)
         match action:
             case ce.ToPeer():
                 self._to_peer(action.boot, action.frame, to_gen=core is self._ctx)
@@ -194,13 +171,13 @@ class Switchboard:
             case ce.ToIngress():
                 self._tell(action.key, action.item)
             case ce.ToLoop():
-                self._to_loop(action.event)
+                self._to_loop(self._costs.told(action.event, self._clock()))
             case ce.Measure():
                 self.metrics.add(action.metric, action.value, **action.labels)
             case ce.StartRead():
                 self._reads[action.job.job] = action.job.key
-                self._rate.started(self._clock())
-                self._by_boot[action.job.boot].read(action.job)
+                self._costs.started(action.job, self._clock())
+                self._reader(action.job).read(action.job)
                 self._news.set()
             case ce.AbandonRead():
                 self._abandoned[action.job] = action.boot
@@ -208,10 +185,13 @@ class Switchboard:
                     self._by_boot[action.boot].abandon(action.boot, action.job)
                     self._news.set()
             case ce.StartPost():
-                self._landing().post(action.job)
+                self._ways.post(action.job)
                 self._news.set()
+            case ce.StartSums():
+                assert self._summer is not None, "this node was given no pages to sum"
+                self._summer.submit(action.job)
             case ce.DropLanded():
-                self._landing().drop_landed(action.boot, action.landed)
+                self._ways.drop_landed(action.boot, action.landed)
             case ce.ClosePair():
                 self._end_pair(action.boot)
                 self.pairs.retire(action.boot)
@@ -219,12 +199,18 @@ class Switchboard:
                 self._end_pair(action.boot)
                 self.pairs.reset(action.boot)
 
+    def _reader(self, job: ReadJob) -> Transport:
+        """What carries a read out: of a hand-off, or of a finished turn."""
+        back = None if self._back is None or job.job >= 0 else self._back.transport(job.boot)
+        return back or self._by_boot[job.boot]
+
+    def _flow_back(self, actions: Sequence[ce.Action]) -> None:
+        for action in actions:
+            self._act(action, self._cores[0])
+
     def _tell(self, key: Key, item: Delta | Fail) -> None:
         self.outbox.put(key, item)
         self._flush_soon()
-
-    def _landing(self) -> Transport:
-        return next(t for t in self._transports if t.units_per_grant)
 
     def _end_pair(self, boot: str) -> None:
         transport = self._by_boot.pop(boot, None)
@@ -268,6 +254,10 @@ class Switchboard:
                     self._gen.token_sent(key)
                     self.outbox.put(key, delta)
             self._flush_soon()
+        elif isinstance(event, ce.TurnEnded):
+            turn = event.turn
+            offer = Offer(*turn.key, turn.namespace, turn.hashes, turn.num_tokens, turn.pages)
+            self._send_peer(turn.ctx, offer, to_gen=False)
         elif isinstance(event, ce.LoopEnded | ce.LoopFailed):
             core = self._owner_of(event.key)
             if core is not None:
@@ -296,6 +286,11 @@ class Switchboard:
             fields = {"worker": link.peer.process, "field": frame.field, "mine": frame.theirs, "theirs": frame.mine}
             log.error("pair_refused", extra={"fields": fields})
             link.close("the pair was refused")
+        elif isinstance(frame, Offer):
+            if self._back is not None:
+                self._flow_back(self._back.offered(link.peer.boot, frame))
+        elif isinstance(frame, Notice):
+            self._ways.noticed(link.peer.boot, frame)
         elif self._gens.get(link.peer.boot) is link:
             self.feed(self._ctx, ce.FromPeer(link.peer.boot, frame))
         else:
@@ -317,8 +312,8 @@ class Switchboard:
             for key in frame.keys:
                 if self._owner_of(key) is not None:
                     self.outbox.attach(key, link)
-                else:
-                    self.outbox.reattach(key, link)
+                elif not self.outbox.reattach(key, link):  # whoever renews it waits for it, perhaps in vain
+                    self.outbox.deny(key, link, self._clock())
             self._flush_soon()
         else:
             self.outbox.drop((frame.request, frame.attempt))
@@ -329,7 +324,7 @@ class Switchboard:
         if self._ctx is None or hello.boot != link.peer.boot:
             answer: Hello | Refuse = Refuse("duty", config.duty, "a worker to read from")
         else:
-            answer = answer_hello(hello, config.worker, config.boot, config.compat, self._transports)
+            answer = answer_hello(hello, config.worker, config.boot, config.compat, self._transports, self._chose_codec)
         link.send(answer)
         if isinstance(answer, Refuse):
             fields = {"worker": hello.worker, "field": answer.field, "mine": answer.mine, "theirs": answer.theirs}
@@ -337,23 +332,38 @@ class Switchboard:
             link.close("the pair was refused")
             return
         self._gens[link.peer.boot] = link
+        self._ways.gen_chose(hello.boot, tuple(answer.transports))
+        if self._back is not None:
+            self._back.hello(hello)
         self._news.set()
+
+    def _chose_codec(self, boot: str, choice: Choice) -> None:
+        """Comes with each post of a pair whose codec is auto, from a helper thread."""
+        before = self._codecs.get(boot)
+        self._codecs[boot] = choice
+        if before is None or before.codec != choice.codec:
+            log.info("codec_chosen", extra={"fields": {"boot": boot, "codec": choice.codec, "reason": choice.reason}})
 
     # ------------------------------------------------------------------------------------------- pairs (PairEvents)
 
-    def pair_up(self, boot: str, transport: Transport) -> None:
+    def pair_up(self, boot: str, transport: Transport, compat: CompatRecord) -> None:
         self._by_boot[boot] = transport
-        landing = transport.units_per_grant > 0
-        up = ce.PairUp(boot, transport.name, landing, transport.reads_survive_death, transport.units_per_grant)
-        self.feed(self._gen, up)
+        self._ways.lands(boot, transport)
+        landing, units = transport.units_per_grant > 0, transport.units_in_grant(boot)
+        survives, tokens = transport.reads_survive_death, compat.tokens_per_page
+        steps = steps_between(compat, self.config.compat, landing=landing)
+        self._codecs[boot] = codec_used(compat, self.config.compat, landing=landing)
+        self.feed(self._gen, ce.PairUp(boot, transport.name, landing, survives, units, tokens, steps))
 
     def pair_down(self, boot: str) -> None:
         self.feed(self._gen, ce.PairDown(boot))
 
     def peer_frame(self, link: Link, frame: Any) -> None:
         """A frame of a ctx that is paired."""
-        if isinstance(frame, Ready | Handoff | Valid | Expired | Fail):
+        if isinstance(frame, Ready | Handoff | Valid | Expired | Fail | Sums):
             self.feed(self._gen, ce.FromPeer(link.peer.boot, frame))
+        elif isinstance(frame, Notice):
+            self._ways.noticed(link.peer.boot, frame)
         else:
             self.stale_frame()
 
@@ -377,24 +387,39 @@ class Switchboard:
 
     # ---------------------------------------------------------------------------------------------------- transports
 
-    def poll(self) -> bool:
-        """Take what the transports have; True if there may be more soon."""
-        busy = False
+    def poll(self) -> float | None:
+        """Take what the transports have; seconds until there may be more, None if only they know."""
+        moved, naps = False, []
         for transport in self._transports:
             for event in transport.poll():
+                moved = True
                 self._transport_event(event)
-            busy = busy or transport.busy()
-        return busy
+            naps.append(transport.busy())
+        if self._summer is not None:
+            for done in self._summer.poll():
+                self.feed(self._gen if done.equal else self._ctx, done)
+        busy = [min(nap, POLL_S) for nap in naps if nap]
+        if not busy:
+            return None
+        return 0.0 if moved else min(busy)
 
-    def _transport_event(self, event: ReadDone | PostDone | LandedIn) -> None:
+    def _transport_event(self, event: ReadDone | PostDone | LandedIn | PeerNotice) -> None:
+        if isinstance(event, PeerNotice):
+            self._send_peer(event.boot, Notice(event.transport, event.to_gen, event.data), event.to_gen)
+            return
+        if not isinstance(event, LandedIn) and event.codec_s:
+            self.metrics.add("tailrace_codec_seconds_total", event.codec_s)
         if isinstance(event, PostDone):
             self.feed(self._ctx, event)
             return
         if isinstance(event, ReadDone):
             self._reads.pop(event.job, None)
             self._abandoned.pop(event.job, None)
-            self._rate.ended(len(event.units_ok) * self.kv.layout.bytes_per_page, self._clock())
-            self.feed(self._gen, event)
+            self._costs.ended(event, self._clock())
+            if self._back is not None and event.job < 0:
+                self._flow_back(self._back.done(event))
+            else:
+                self.feed(self._gen, event)
             return
         copies, delay = (1, 0.0) if self._faults is None else self._faults.frame("landed")
         if not copies:
@@ -435,40 +460,18 @@ class Switchboard:
     # ------------------------------------------------------------------------------------ the router (SessionOwner)
 
     def register(self, epoch: int, router_boot: str) -> Register:
-        config, layout = self.config, self.kv.layout
-        return Register(
-            worker=config.worker,
-            boot=config.boot,
-            home=config.home,
-            duty=config.duty,
-            host=config.host,
-            port=self.port,
-            total_pages=self.kv.counts().total,
-            tokens_per_page=layout.tokens_per_page,
-            max_num_tokens=config.max_num_tokens,
-            max_request_tokens=config.max_request_tokens,
-            compat=config.compat,
-            epoch=epoch,
-            router_boot=router_boot,
-        )
+        return register_frame(self.config, self.port, self.kv, epoch, router_boot)
 
     def heartbeat(self) -> Heartbeat:
-        stats, counts = self._loop_stats, self.kv.counts()
-        return Heartbeat(
-            worker=self.config.worker,
-            boot=self.config.boot,
-            phase=stats.phase,
-            stamp_age_s=max(0.0, self._clock() - stats.stamp),
-            free_pages=counts.free + counts.cached,
-            used_pages=counts.used,
-            running=stats.running,
-            queued=stats.queued,
-            queue_age_s=stats.queue_age_s,
-            prefill_tokens_queued=stats.prefill_tokens_queued,
-            prefill_tokens_per_s=stats.prefill_tokens_per_s,
-            transfer_bytes_per_s=self._rate.bytes_per_s,
-            pairs=tuple(self.pairs.ready),
+        age_s = max(0.0, self._clock() - self._loop_stats.stamp)
+        pairs = tuple(self.pairs.ready)
+        codecs = tuple(
+            (boot, choice.codec, choice.reason)
+            for boot, choice in list(self._codecs.items())
+            if boot in pairs or boot in self._gens
         )
+        rate, costs, counts = self._costs.all.bytes_per_s, self._costs.costs(pairs), self.kv.counts()
+        return heartbeat_frame(self.config, self._loop_stats, counts, age_s, rate, pairs, codecs, costs)
 
     def whole_set(self) -> Holding:
         seen = self._gen.last_bind_seq(self.session.epoch[1]) if self._gen is not None else 0
@@ -477,7 +480,7 @@ class Switchboard:
 
     def stats(self) -> Stats:
         metrics, now = self.metrics, self._clock()
-        set_page_gauges(metrics, self.kv.counts())
+        self.ledger.measure()
         set_loop_gauges(metrics, self._loop_stats)
         oldest = self._gen.oldest_bound_at() if self._gen is not None else None
         in_flight, queued = sum(core.in_flight() for core in self._cores), sum(core.jobs() for core in self._cores)
@@ -523,13 +526,16 @@ class Switchboard:
             if self._faults is not None:
                 for job in [job for job, peer in self._abandoned.items() if peer == boot]:
                     self._faults.lift(self._reads[job])
-            link = self._gens.pop(boot, None)
-            if link is not None:
+            if (link := self._gens.pop(boot, None)) is not None:
                 link.close("the peer is dead")
+            if self._ctx is not None and boot not in self._by_boot:  # a gen, whose link may be gone already
+                if self._back is not None:
+                    self._back.gone(boot)
                 for transport in self._transports:
                     transport.disconnect(boot)
             self.pairs.retire(boot)
         self.feed_all(ce.FromRouter(frame))
+        self._ways.dead(frame.boots)
 
     def drain(self, limit_s: float) -> None:
         """Take nothing new; what runs goes on. The router is told, so that it binds elsewhere."""
@@ -550,29 +556,32 @@ class Switchboard:
             return
         log.warning("faults_set", extra={"fields": {"faults": text}})
         self._faults.set(plan)
+        self.ledger.obey(plan)
         self._news.set()
-        self._to_loop(FaultsSet(plan.poison))
+        self._to_loop(FaultsSet(plan.poison, plan.preempt, plan.slow_pass_s))
 
     # ------------------------------------------------------------------------------------------------------------- time
 
     def tick(self) -> None:
         """Time has passed; at least ten times a second."""
         for core in self._cores:
-            for action in core.handle(ce.Tick(), self._clock()):
+            for action in self.ledger.handle(core, ce.Tick(), self._clock()):
                 self._act(action, core)
+        if self._back is not None:
+            self._flow_back(self._back.advance(any(core.in_flight() for core in self._cores)))
         self.outbox.expire(self._clock(), lambda key: self._owner_of(key) is not None)
         for boot in self.pairs.surplus():
             if self._gen is None or not self._gen.uses(boot):
                 self._end_pair(boot)
                 self.pairs.retire(boot)
         if not self._checked and self._clock() - self._fed_at >= CHECK_AFTER_S and self.idle:
-            self._checked = True
-            self.kv.check()
+            self._checked = self.ledger.at_rest(self._clock(), self._fed_at)
 
     @property
     def idle(self) -> bool:
         """Nothing is held here for anybody."""
-        return all(core.idle for core in self._cores) and not self.outbox.pending
+        reads = self._back is not None and not self._back.idle
+        return all(core.idle for core in self._cores) and not self.outbox.pending and not reads
 
     async def close(self) -> None:
         """Every link, pair and transport."""
@@ -582,6 +591,8 @@ class Switchboard:
             link.close("the worker stops")
         for transport in self._transports:
             transport.close()
+        if self._summer is not None:
+            self._summer.close()
 
 
 def _takes(link: Link) -> bool:

@@ -20,10 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
+
+from tailrace.transfer.codec_choice import RAW
 from tailrace.transfer.loop_events import Key
 from tailrace.transfer.messages import Landed, LandingGrant, PageDescriptor
+from tailrace.transfer.page_plan import Destination
+
+if TYPE_CHECKING:
+    from tailrace.transfer.transports.conversion import Conversion
 
 Wake = Callable[[], None]
 """Called from a helper thread when `poll` has something new: thread-safe and quick."""
@@ -41,15 +48,30 @@ raise CopyFailed (FAIL).
 """
 
 
+def spoil(hook: PageHook | None, place: str, ordinal: int, data: np.ndarray) -> None:
+    """Tests: a page [bytes] uint8 of this ordinal stands in `data` now; a hook that knows how may change it (FLIP)."""
+    flip = getattr(hook, "spoil", None)
+    if flip is not None:
+        flip(place, ordinal, data)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """Bring units into our pages. `units`: (ctx's page, our page). `landed`: unpack them from that landing chunk."""
+    """Bring units into our pages.
+
+    Attributes:
+        units: (ctx's page, our page). Where a pair's pages differ `into` says where their tokens go, and our page is
+            only the first of those that a unit reaches into.
+        landed: unpack them from that landing chunk.
+        into: by absolute position; needed where the pair has a Conversion.
+    """
 
     job: int
     key: Key
     boot: str
-    units: tuple[tuple[PageDescriptor, int], ...]
+    units: Sequence[tuple[PageDescriptor, int]]
     landed: Landed | None = None
+    into: Destination | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +79,20 @@ class ReadDone:
     """The one answer to a ReadJob: none of its copies can write any more.
 
     `units_stale`: their generation changed, our page holds nothing of use. With `error` set, units that stand in
-    neither list failed.
+    neither list failed. `wire_bytes`: what was read of the peer's memory, or landed; `logical_bytes`: what it is worth
+    in our pages. `codec`: through which they came, which worked `codec_s` here; `step`: what it lost, empty if nothing.
     """
 
     job: int
     key: Key
-    units_ok: tuple[PageDescriptor, ...]
-    units_stale: tuple[PageDescriptor, ...] = ()
+    units_ok: Sequence[PageDescriptor]
+    units_stale: Sequence[PageDescriptor] = ()
     error: str | None = None
+    wire_bytes: int = 0
+    logical_bytes: int = 0
+    codec: str = RAW
+    codec_s: float = 0.0
+    step: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +102,7 @@ class PostJob:
     job: int
     key: Key
     boot: str
-    pages: tuple[PageDescriptor, ...]
+    pages: Sequence[PageDescriptor]
     grant: LandingGrant
 
 
@@ -82,9 +110,11 @@ class PostJob:
 class PostDone:
     """The one answer to a PostJob.
 
-    With `error` set and not `lost`, nothing was, or will be, written: ctx may say Fail `not_posted`. `lost`: it was
-    posted, then the connection failed, so it may have landed or land yet: ctx says Fail `transfer`, and gen, if that
-    key still has chunks out, must end the pair (`disconnect`) before it grants them again. `stale`: a page had changed.
+    With `error` set and not `lost`, nothing of it is under way, or will be: ctx may say Fail `not_posted`. `lost`: it
+    was posted, then the connection failed, so it may have landed or land yet: ctx says Fail `transfer`, and gen, if
+    that key still has chunks out, must end the pair (`disconnect`) before it grants them again. `stale`: a page had
+    changed.
+    `codec_s`: for which a codec worked on it.
     """
 
     job: int
@@ -92,6 +122,7 @@ class PostDone:
     error: str | None = None
     stale: bool = False
     lost: bool = False
+    codec_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +134,19 @@ class LandedIn:
 
     boot: str
     landed: Landed
+
+
+@dataclass(frozen=True, slots=True)
+class PeerNotice:
+    """To be told to a peer's transport of the same name over the pair's link, which may lose it with itself.
+
+    `to_gen`: said by ctx's half.
+    """
+
+    transport: str
+    boot: str
+    to_gen: bool
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +165,7 @@ class Transport(Protocol):
     Attributes:
         name: as in Hello.transports and in metrics.
         reads_survive_death: a dead peer's pages can still be read, until `disconnect`.
-        units_per_grant: pages that fit a landing chunk; 0 if this transport reads.
+        units_per_grant: pages like our own that fit a landing chunk; 0 if this transport reads.
     """
 
     name: str
@@ -132,8 +176,15 @@ class Transport(Protocol):
         """What this peer needs to connect; makes what the pair needs here (an agent of its own)."""
         ...
 
-    def connect(self, boot: str, info: bytes) -> None:
-        """Make a peer reachable; the same info again changes nothing. Raises PeerError if it cannot be reached so."""
+    def connect(self, boot: str, info: bytes, conversion: Conversion | None = None) -> None:
+        """Make a peer reachable; the same info again changes nothing. Raises PeerError if it cannot be reached so.
+
+        `conversion`: how pages get from ctx to gen where theirs differ; without it they must be alike.
+        """
+        ...
+
+    def units_in_grant(self, boot: str) -> int:
+        """Gen: pages of this ctx that a landing chunk takes; 0 if this transport reads."""
         ...
 
     def probe(self, boot: str) -> bool:
@@ -176,16 +227,28 @@ class Transport(Protocol):
         """Ctx: pack, write, notify; answered by one PostDone. Jobs of one peer are posted in order."""
         ...
 
-    def poll(self) -> list[ReadDone | PostDone | LandedIn]:
+    def poll(self) -> Sequence[ReadDone | PostDone | LandedIn | PeerNotice]:
         """Everything that came to its end since the last call."""
         ...
 
-    def busy(self) -> bool:
-        """Whether `poll` may have something soon: a job under way, or a landing chunk out."""
+    def busy(self) -> float:
+        """Whether `poll` may have something soon: a job under way, or a landing chunk out. Not 0, then.
+
+        A fraction of a millisecond says, in seconds, that polling so soon pays; True leaves it to the caller.
+        """
         ...
 
     def counts(self) -> ChunkCounts: ...
 
     def close(self) -> None:
         """Every peer, helper thread and mapping of this transport. Waits for copies under way."""
+        ...
+
+
+@runtime_checkable
+class HearsNotices(Protocol):
+    """A transport whose halves talk over the pair's link."""
+
+    def noticed(self, boot: str, data: bytes) -> None:
+        """What the peer's half said. Raises PeerError if it is nothing of ours."""
         ...

@@ -19,7 +19,12 @@ import numpy as np
 from tailrace.transfer.transports.base import Wake
 
 BIG_JOB_BYTES = 8 << 20  # from here on a second thread is worth its start
-_SLICE_BYTES = 4 << 20  # of a gathering call, so that a job can be split and nothing waits long for the lock
+_SLICE_BYTES = 4 << 20  # of one call, so that a job can be split and nothing waits long for the lock
+_BIG_PAGE_BYTES = 96 << 10  # from here on a call a page, or a run of pages, costs nothing beside its copy
+# Of small pages on their way from scattered to scattered places. More than a core's own cache holds: two threads that
+# return from many short calls wait for the interpreter lock, and each such wait puts a core to sleep.
+_SCRATCH_BYTES = 2 << 20
+_SHARE_BYTES = 4 << 20  # of a slice that one of two threads takes
 _HELD_S = 0.001
 
 Numbers = Sequence[int] | np.ndarray
@@ -51,12 +56,51 @@ def runs(dst_pages: np.ndarray, src_pages: np.ndarray, max_pages: int) -> list[t
 
 
 def copy_pages(dst: np.ndarray, dst_pages: Numbers, src: np.ndarray, src_pages: Numbers) -> None:
-    """dst[dst_pages[i]] = src[src_pages[i]] for every i; the destinations are different pages."""
-    if not len(dst_pages):
-        return
-    to, at = _by_destination(dst_pages, src_pages)
+    """dst[dst_pages[i]] = src[src_pages[i]] for every i; the destinations are different pages.
+
+    Big pages are copied by runs of neighbours. Small ones in few calls: a gather if the destinations are neighbours, a
+    scatter if the sources are, else both, slice by slice through a buffer that the cache holds.
+    """
+    if len(dst_pages):
+        _copy(dst, *_in_order(dst_pages, src_pages, dst.shape[1]), src)
+
+
+def _copy(dst: np.ndarray, to: np.ndarray, at: np.ndarray, src: np.ndarray) -> None:
+    n = len(to)
+    step = max(1, _SLICE_BYTES // dst.shape[1])
+    if dst.shape[1] >= _BIG_PAGE_BYTES or (np.diff(to) == 1).all():
+        _copy_runs(dst, to, src, at, step)
+    elif (np.diff(at) == 1).all():
+        for low in range(0, n, step):
+            scatter(dst, to[low : low + step], src[at[low] : at[low] + min(step, n - low)])
+    else:
+        _copy_small(dst, to, src, at)
+
+
+def _in_order(dst_pages: Numbers, src_pages: Numbers, page_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Destinations and sources by rising destination; if nothing comes of that, by rising source: reads gain more."""
+    to, at = np.asarray(dst_pages, np.int64), np.asarray(src_pages, np.int64)
+    by_destination = page_bytes >= _BIG_PAGE_BYTES or int(to.max()) - int(to.min()) == len(to) - 1
+    key = to if by_destination else at
+    if (np.diff(key) > 0).all():
+        return to, at
+    order = np.argsort(key, kind="stable")
+    return to[order], at[order]
+
+
+def gather(dst: np.ndarray, src: np.ndarray, src_pages: np.ndarray) -> None:
+    """dst[i] = src[src_pages[i]], one call: pages [n] int64 of `src`, all in range."""
+    src.take(src_pages, 0, dst, "clip")
+
+
+def scatter(dst: np.ndarray, dst_pages: np.ndarray, src: np.ndarray) -> None:
+    """dst[dst_pages[i]] = src[i], one call."""
+    dst[dst_pages] = src
+
+
+def _copy_runs(dst: np.ndarray, to: np.ndarray, src: np.ndarray, at: np.ndarray, max_pages: int) -> None:
     firsts, sources = to.tolist(), at.tolist()
-    for start, end, adjacent in runs(to, at, max(1, _SLICE_BYTES // dst.shape[1])):
+    for start, end, adjacent in runs(to, at, max_pages):
         into = dst[firsts[start] : firsts[start] + end - start]
         if adjacent:
             np.copyto(into, src[sources[start] : sources[start] + end - start])
@@ -64,12 +108,22 @@ def copy_pages(dst: np.ndarray, dst_pages: Numbers, src: np.ndarray, src_pages: 
             src.take(at[start:end], 0, into, "clip")
 
 
-def _by_destination(dst_pages: Numbers, src_pages: Numbers) -> tuple[np.ndarray, np.ndarray]:
-    to, at = np.asarray(dst_pages, np.int64), np.asarray(src_pages, np.int64)
-    if (np.diff(to) > 0).all():
-        return to, at
-    order = np.argsort(to, kind="stable")
-    return to[order], at[order]
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.memory = np.empty(_SCRATCH_BYTES, np.uint8)
+
+
+_scratch = _Scratch()
+
+
+def _copy_small(dst: np.ndarray, to: np.ndarray, src: np.ndarray, at: np.ndarray) -> None:
+    page_bytes = dst.shape[1]
+    step = _SCRATCH_BYTES // page_bytes
+    buffer = _scratch.memory[: step * page_bytes].reshape(step, page_bytes)
+    for low in range(0, len(to), step):
+        part = at[low : low + step]
+        src.take(part, 0, buffer[: len(part)], "clip")
+        dst[to[low : low + step]] = buffer[: len(part)]
 
 
 class Job(Generic[Result_co]):
@@ -144,7 +198,10 @@ class Helper(Generic[Result]):
 
 
 class SplitCopier:
-    """copy_pages, big ones shared with a second thread."""
+    """copy_pages, big ones shared with a second thread: each takes the next slice, so neither waits for the other's.
+
+    The second may be late, or come when all is done: the first then copies more, or all of it.
+    """
 
     def __init__(self, name: str, threads: int = 2) -> None:
         self._second: Helper[None] | None = Helper(f"{name}-2") if threads > 1 else None
@@ -154,11 +211,18 @@ class SplitCopier:
         if self._second is None or n < 2 or n * dst.shape[1] < BIG_JOB_BYTES:
             copy_pages(dst, dst_pages, src, src_pages)
             return
-        to, at = _by_destination(dst_pages, src_pages)
-        half = _Half(lambda: copy_pages(dst, to[n // 2 :], src, at[n // 2 :]))
-        self._second.submit(half)
-        copy_pages(dst, to[: n // 2], src, at[: n // 2])
-        half.done.wait()
+        to, at = _in_order(dst_pages, src_pages, dst.shape[1])
+        step = max(1, _SHARE_BYTES // dst.shape[1])
+        starts = iter(range(0, n, step))  # `next` of it is one step of the interpreter: no slice is taken twice
+
+        def work() -> None:
+            for low in starts:
+                _copy(dst, to[low : low + step], at[low : low + step], src)
+
+        helping = _Helping(work)
+        self._second.submit(helping)
+        work()
+        helping.end()
         self._second.drain()
 
     def close(self) -> None:
@@ -166,16 +230,22 @@ class SplitCopier:
             self._second.close()
 
 
-class _Half(Job[None]):
+class _Helping(Job[None]):
+    """Work that another thread shares; once `end` has returned, this one neither does nor will do any of it."""
+
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
-        self.done = threading.Event()
+        self._lock = threading.Lock()  # held while it works
+        self._over = False
+
+    def end(self) -> None:
+        with self._lock:
+            self._over = True
 
     def steps(self) -> Iterator[bool]:
-        try:
-            self._work()
-        finally:
-            self.done.set()
+        with self._lock:
+            if not self._over:
+                self._work()
         yield True
 
     def result(self) -> None:

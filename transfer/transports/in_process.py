@@ -21,8 +21,9 @@ from tailrace.transfer.transports.base import (
     ReadDone,
     ReadJob,
 )
+from tailrace.transfer.transports.conversion import Conversion
 from tailrace.transfer.transports.copying import SplitCopier
-from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, all_unchanged
+from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, all_unchanged, check_alike
 
 
 class Exchange:
@@ -63,7 +64,7 @@ class InProcessTransport:
         self.hook = hook
         self.pages_per_poll = pages_per_poll
         self._exchange, self._boot, self._memory, self._shuffle = exchange, boot, memory, shuffle
-        self._peers: dict[str, Mapped] = {}
+        self._peers: dict[str, tuple[Mapped, Conversion | None]] = {}
         self._running: dict[int, _Running] = {}
         self._done: list[ReadDone] = []
         self._copier = SplitCopier("in-process", threads=1)
@@ -74,13 +75,12 @@ class InProcessTransport:
     def info_for(self, boot: str) -> bytes:
         return self._boot.encode()
 
-    def connect(self, boot: str, info: bytes) -> None:
+    def connect(self, boot: str, info: bytes, conversion: Conversion | None = None) -> None:
         memory = self._exchange.memories.get(info.decode(errors="replace"))
         if memory is None:
             raise PeerError(f"worker {info!r} is not in this process")
-        if memory.pages.shape[1] != self._memory.pages.shape[1]:
-            raise PeerError(f"pages of {boot} have {memory.pages.shape[1]} bytes, ours {self._memory.pages.shape[1]}")
-        self._peers[boot] = memory
+        check_alike(boot, memory.pages, self._memory.pages, conversion)
+        self._peers[boot] = (memory, conversion)
 
     def probe(self, boot: str) -> bool:
         return self._reachable(boot) is not None
@@ -98,7 +98,8 @@ class InProcessTransport:
         if memory is None:
             self._done.append(ReadDone(job.job, job.key, (), (), f"worker {job.boot} cannot be read"))
             return
-        copy = CopyJob(job, memory, self._memory.pages, self._copier, self.hook)
+        conversion = self._peers[job.boot][1]
+        copy = CopyJob(job, memory, self._memory.pages, self._copier, self.hook, conversion)
         self._running[job.job] = _Running(copy)
 
     def abandon(self, boot: str, job: int) -> None:
@@ -129,11 +130,14 @@ class InProcessTransport:
         self._exchange.memories.pop(self._boot, None)
 
     def _reachable(self, boot: str) -> Mapped | None:
-        memory = self._peers.get(boot)
+        memory, _ = self._peers.get(boot, (None, None))
         alive = any(other is memory for other in self._exchange.memories.values())
         return memory if alive or self.reads_survive_death else None
 
     # -------------------------------------------------------------------------------------------- landing: not our kind
+
+    def units_in_grant(self, boot: str) -> int:
+        return 0
 
     def grants(self, key: Key, boot: str, n: int) -> tuple[LandingGrant, ...]:
         return ()

@@ -26,13 +26,14 @@ import xxhash
 
 from tailrace.model.errors import LedgerError
 from tailrace.transfer.loop_events import Key
-from tailrace.transfer.messages import Landed, LandingGrant, PageDescriptor
+from tailrace.transfer.messages import Landed, LandingGrant
+from tailrace.transfer.page_list import PageList
 from tailrace.transfer.transports.base import ChunkCounts
 
 HEADER_BYTES = 4096
+CODED_PAGE_EXTRA = 64  # by which a page that a codec cannot shorten may take more than itself
 _MAGIC = b"landed 1"
 _HEADER = struct.Struct("<8s16sQQQ")  # magic, digest of the key, sequence, bytes of pages, checksum
-_PAGE = struct.Struct("<IIIQ")  # group, ordinal, page, generation
 
 
 class ChunkState(Enum):
@@ -64,14 +65,14 @@ class LandingBook:
         self._free = deque(range(num_chunks))  # the one that rested longest goes first
         self._sequence = 0
 
-    def grant(self, key: Key, boot: str, n: int) -> tuple[LandingGrant, ...]:
-        """At most n free chunks for (boot, key)."""
+    def grant(self, key: Key, boot: str, n: int, units: int = 0) -> tuple[LandingGrant, ...]:
+        """At most n free chunks for (boot, key), each of which takes so many of its pages."""
         grants = []
         for _ in range(min(n, len(self._free))):
             index = self._free.popleft()
             self._sequence += 1
             self._chunks[index] = _Chunk(ChunkState.GRANTED, boot, key, self._sequence)
-            grants.append(LandingGrant(index, self._sequence, self.nbytes))
+            grants.append(LandingGrant(index, self._sequence, self.nbytes, units))
         return tuple(grants)
 
     def announce(self, boot: str, landed: Landed) -> bool:
@@ -147,9 +148,26 @@ class LandingBook:
         self._free.append(index)
 
 
-def seal(chunk: np.ndarray, key: Key, grant: LandingGrant, pages: tuple[PageDescriptor, ...], nbytes: int) -> Landed:
+class Checksum:
+    """Of a chunk's pages, fed in the order in which they stand there; its seed is what the notification says of them.
+
+    Fed while the pages are still in the cache it costs a tenth of their copy.
+    """
+
+    def __init__(self, pages: PageList) -> None:
+        self._hash = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(pages.packed()))
+
+    def feed(self, data: np.ndarray) -> None:
+        """The next bytes, contiguous."""
+        self._hash.update(data.data)
+
+    @property
+    def value(self) -> int:
+        return self._hash.intdigest()
+
+
+def seal(chunk: np.ndarray, key: Key, grant: LandingGrant, pages: PageList, nbytes: int, checksum: int) -> Landed:
     """Write the header of a packed chunk ([HEADER_BYTES + room] uint8); returns what its notification says."""
-    checksum = _checksum(chunk[HEADER_BYTES : HEADER_BYTES + nbytes], pages)
     header = _HEADER.pack(_MAGIC, _digest(key), grant.sequence, nbytes, checksum)
     chunk[: _HEADER.size] = np.frombuffer(header, np.uint8)
     return Landed(*key, grant.chunk, grant.sequence, nbytes, checksum, pages)
@@ -162,13 +180,10 @@ def is_sound(chunk: np.ndarray, landed: Landed) -> bool:
     )
     if chunk[: _HEADER.size].tobytes() != expected or landed.nbytes > len(chunk) - HEADER_BYTES:
         return False
-    return _checksum(chunk[HEADER_BYTES : HEADER_BYTES + landed.nbytes], landed.pages) == landed.checksum
+    checksum = Checksum(PageList.of(landed.pages))
+    checksum.feed(chunk[HEADER_BYTES : HEADER_BYTES + landed.nbytes])
+    return checksum.value == landed.checksum
 
 
 def _digest(key: Key) -> bytes:
     return hashlib.sha256(f"{key[0]}:{key[1]}".encode()).digest()[:16]
-
-
-def _checksum(data: np.ndarray, pages: tuple[PageDescriptor, ...]) -> int:
-    seed = xxhash.xxh3_64_intdigest(b"".join(_PAGE.pack(p.group, p.ordinal, p.page, p.generation) for p in pages))
-    return xxhash.xxh3_64_intdigest(data.data, seed)

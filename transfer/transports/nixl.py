@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tailrace.kv_cache.arena import Arena
+from tailrace.kv_cache.arena import Arena, ArenaGroup
 from tailrace.model.errors import ConfigError
 from tailrace.transfer.loop_events import Key
 from tailrace.transfer.messages import Landed, LandingGrant
@@ -28,12 +28,18 @@ from tailrace.transfer.transports.base import (
     ReadJob,
     Wake,
 )
+from tailrace.transfer.transports.conversion import Conversion
 from tailrace.transfer.transports.copying import Helper
+from tailrace.transfer.transports.landing import CODED_PAGE_EXTRA
 from tailrace.transfer.transports.nixl_agents import check_installed
 from tailrace.transfer.transports.nixl_receive import LandingSide, Target
 from tailrace.transfer.transports.nixl_send import PostingSide
 from tailrace.transfer.transports.packing import PackJob
 from tailrace.transfer.transports.reading import Mapped
+
+_ALIGN = 4096
+_HOT_S, _COLD_S = 0.0002, 0.001  # between two polls: while something came within the last _WARM_S, and later
+_WARM_S = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,8 @@ class ChunkConfig:
         chunk_bytes: a chunk takes as many whole pages as fit into this, but at least one.
     """
 
-    landing_chunks: int = 8
-    staging_chunks: int = 4
+    landing_chunks: int = 16
+    staging_chunks: int = 8
     chunk_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
@@ -57,13 +63,17 @@ class ChunkConfig:
     def pages_per_chunk(self, bytes_per_page: int) -> int:
         return max(1, self.chunk_bytes // bytes_per_page)
 
+    def staging_room(self, bytes_per_page: int) -> int:
+        """Bytes of pages that a staging chunk takes: no fewer than a chunk of a peer with other pages grants."""
+        return -(-max(self.chunk_bytes, bytes_per_page + CODED_PAGE_EXTRA) // _ALIGN) * _ALIGN
+
 
 class NixlTransport:
     """Both sides of every nixl pair of a worker.
 
     Args:
         boot: our boot id.
-        arena: our pages, which we alone write.
+        arena: our pages, or those of all our ranks, which we alone write.
         chunks: memory beside it; allocated when the first pair needs it.
         wake: called when `poll` has something new.
         hook: tests only.
@@ -78,7 +88,7 @@ class NixlTransport:
     def __init__(
         self,
         boot: str,
-        arena: Arena,
+        arena: Arena | ArenaGroup,
         chunks: ChunkConfig | None = None,
         *,
         wake: Wake | None = None,
@@ -87,13 +97,15 @@ class NixlTransport:
     ) -> None:
         check_installed()
         chunks = chunks or ChunkConfig()
-        per_chunk = chunks.pages_per_chunk(arena.bytes_per_page)
-        own = Mapped(arena.pages, arena.generations)
+        ranks = arena if isinstance(arena, ArenaGroup) else ArenaGroup([arena])
+        own, page_bytes = Mapped(ranks.pages, ranks.generations), sum(ranks.bytes_per_page)
+        per_chunk, room = chunks.pages_per_chunk(page_bytes), chunks.staging_room(page_bytes)
         self.units_per_grant = per_chunk
         self._clock = clock
+        self._moved_at = float("-inf")
         self._helper: Helper[ReadDone | PackJob] = Helper("nixl-pack", wake)
-        self._gen = LandingSide(boot, arena.pages, chunks.landing_chunks, per_chunk, self._helper, hook)
-        self._ctx = PostingSide(boot, own, chunks.staging_chunks, per_chunk, self._helper, hook)
+        self._gen = LandingSide(boot, own.pages, chunks.landing_chunks, per_chunk, self._helper, hook)
+        self._ctx = PostingSide(boot, own, chunks.staging_chunks, room, self._helper, hook)
 
     @property
     def stale_notifications(self) -> int:
@@ -109,10 +121,14 @@ class NixlTransport:
     def info_for(self, boot: str) -> bytes:
         return self._gen.info_for(boot, self._clock())
 
-    def connect(self, boot: str, info: bytes) -> None:
+    def connect(self, boot: str, info: bytes, conversion: Conversion | None = None) -> None:
         target = Target.decode(info)
+        self._gen.connect(boot, conversion)
         if target is not None:
-            self._ctx.connect(boot, target, info)
+            self._ctx.connect(boot, target, info, conversion)
+
+    def units_in_grant(self, boot: str) -> int:
+        return self._gen.units_in_grant(boot)
 
     def probe(self, boot: str) -> bool:
         """Blocks for at most 5 s while the transfer thread polls: call it from another thread."""
@@ -125,7 +141,7 @@ class NixlTransport:
     # ------------------------------------------------------------------------------------------------------------- gen
 
     def grants(self, key: Key, boot: str, n: int) -> tuple[LandingGrant, ...]:
-        return self._gen.book.grant(key, boot, n)
+        return self._gen.book.grant(key, boot, n, self._gen.units_in_grant(boot))
 
     def read(self, job: ReadJob) -> None:
         self._gen.read(job)
@@ -152,18 +168,24 @@ class NixlTransport:
 
     def poll(self) -> list[ReadDone | PostDone | LandedIn]:
         events: list[ReadDone | PostDone | LandedIn] = []
-        for result in self._helper.drain():
+        results = self._helper.drain()
+        for result in results:
             if isinstance(result, PackJob):
-                self._ctx.packed(result)
+                self._ctx.packed(result, self._clock())
             else:
                 events.append(self._gen.unpacked(result))
         events += self._gen.poll()
         events += self._ctx.poll(self._clock())
+        if results or events:
+            self._moved_at = self._clock()
         return events
 
-    def busy(self) -> bool:
+    def busy(self) -> float:
+        """Soon again while bytes move: nobody else moves them on, and the peer waits for what has arrived."""
         now = self._clock()
-        return self._gen.busy(now) or self._ctx.busy(now)
+        if not self._gen.busy(now) and not self._ctx.busy(now):
+            return 0.0
+        return _HOT_S if now - self._moved_at < _WARM_S else _COLD_S
 
     def counts(self) -> ChunkCounts:
         return self._gen.book.counts()

@@ -12,11 +12,12 @@ ends nothing. Over tcp the receiver itself places what comes, over RDMA its adap
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,13 +89,17 @@ class Agent:
             "the peer's NIXL metadata cannot be used", lambda: self._agent.add_remote_agent(metadata)
         ).decode()
 
-    def write(self, source: np.ndarray, remote: str, address: int, notification: bytes) -> Write:
-        """Post a write of `source` to `address` at the remote agent, which gets the notification after it.
+    def write(self, sources: Sequence[np.ndarray], remote: str, address: int, notification: bytes) -> Write:
+        """Post a write of `sources`, one after the other, to `address` at the remote agent.
 
-        May block while bytes are copied into a socket. Raises NotPosted if nothing of it was or will be sent.
+        It gets the notification after the bytes; none if that is empty. May block while bytes are copied into a socket.
+        Raises NotPosted if nothing of it was or will be sent.
         """
-        local = self._agent.get_xfer_descs([(source.ctypes.data, source.nbytes, 0)], "DRAM")
-        there = self._agent.get_xfer_descs([(address, source.nbytes, 0)], "DRAM")
+        sizes = [source.nbytes for source in sources]
+        starts = itertools.accumulate(sizes, initial=address)
+        pieces = [(source.ctypes.data, size, 0) for source, size in zip(sources, sizes, strict=True)]
+        local = self._agent.get_xfer_descs(pieces, "DRAM")
+        there = self._agent.get_xfer_descs([(at, size, 0) for at, size in zip(starts, sizes, strict=False)], "DRAM")
         write = Write()
         failed = ""
         try:
@@ -114,6 +119,10 @@ class Agent:
         if state == "ERR":
             raise PeerError("a write failed")
         return state == "DONE"
+
+    def notify(self, remote: str, message: bytes) -> None:
+        """Send a notification by itself; polling moves it on."""
+        self._call("a notification failed", lambda: self._agent.send_notif(remote, message))
 
     def release(self, write: Write) -> None:
         """Forget a write that is done."""

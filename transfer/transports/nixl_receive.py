@@ -14,8 +14,9 @@ from tailrace.model.errors import PeerError, ProtocolError
 from tailrace.transfer import frames
 from tailrace.transfer.messages import Landed
 from tailrace.transfer.transports.base import LandedIn, PageHook, ReadDone, ReadJob
+from tailrace.transfer.transports.conversion import Conversion, PairConversions, Ranks
 from tailrace.transfer.transports.copying import Helper
-from tailrace.transfer.transports.landing import HEADER_BYTES, LandingBook
+from tailrace.transfer.transports.landing import CODED_PAGE_EXTRA, HEADER_BYTES, LandingBook
 from tailrace.transfer.transports.nixl_agents import Agent, memory
 from tailrace.transfer.transports.packing import UnpackJob
 
@@ -88,19 +89,22 @@ class LandingSide:
 
     Args:
         boot: our boot id.
-        own: [num_pages, bytes_per_page] uint8, our pages.
+        own: our ranks' pages.
         num_chunks, pages_per_chunk: of the landing memory, which is allocated with the first pair.
         helper: unpacks; what it ends with is given to `unpacked`.
     """
 
     def __init__(
-        self, boot: str, own: np.ndarray, num_chunks: int, pages_per_chunk: int, helper: Helper, hook: PageHook | None
+        self, boot: str, own: Ranks, num_chunks: int, pages_per_chunk: int, helper: Helper, hook: PageHook | None
     ) -> None:
-        self.book = LandingBook(num_chunks, pages_per_chunk * own.shape[1])
+        self._page_bytes = sum(pages.shape[1] for pages in own)
+        room = max(pages_per_chunk * self._page_bytes, self._page_bytes + CODED_PAGE_EXTRA)
+        self.book = LandingBook(num_chunks, room)
         self.stale_notifications = 0
         self.corrupt_chunks = 0
         self._boot, self._own, self._helper, self._hook = boot, own, helper, hook
-        self._num_chunks = num_chunks
+        self._num_chunks, self._pages_per_chunk = num_chunks, pages_per_chunk
+        self._conversions = PairConversions()
         self._stride = HEADER_BYTES + self.book.nbytes
         self._landing: np.ndarray | None = None
         self._receivers: dict[str, _Receiver] = {}
@@ -129,8 +133,20 @@ class LandingSide:
             self._num_chunks,
             self.book.nbytes,
             receiver.probe_area.ctypes.data,
-            self._own.shape[1],
+            self._page_bytes,
         ).encode()
+
+    def connect(self, boot: str, conversion: Conversion | None) -> None:
+        """How this ctx's pages become ours; None if they are alike. Raises PeerError if a chunk takes none of them."""
+        if conversion is not None and conversion.wire_page_bytes > self.book.nbytes and self._num_chunks:
+            raise PeerError(
+                f"a page of {boot} takes {conversion.wire_page_bytes} bytes, a landing chunk has {self.book.nbytes}"
+            )
+        self._conversions.put(boot, conversion)
+
+    def units_in_grant(self, boot: str) -> int:
+        conversion = self._conversions.get(boot)
+        return self._pages_per_chunk if conversion is None else self.book.nbytes // conversion.wire_page_bytes
 
     def probe(self, boot: str) -> bool:
         """Wait, in a thread that does not poll, for the known bytes that the peer writes when it connects."""
@@ -143,6 +159,7 @@ class LandingSide:
             return
         receiver.agent.destroy()
         self.book.disconnect(boot)
+        self._conversions.end(boot)
 
     # --------------------------------------------------------------------------------------------------------- landing
 
@@ -152,7 +169,8 @@ class LandingSide:
             self._done.append(ReadDone(job.job, job.key, (), (), "nothing of this grant has landed"))
             return
         start = landed.chunk * self._stride
-        unpack = UnpackJob(job, landed, self._landing[start : start + self._stride], self._own, self._hook)
+        chunk = self._landing[start : start + self._stride]
+        unpack = UnpackJob(job, landed, chunk, self._own, self._hook, self._conversions.get(job.boot))
         self._jobs[job.job] = unpack
         self._helper.submit(unpack)
 

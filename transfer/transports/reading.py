@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from tailrace.model.errors import WorkerError
-from tailrace.transfer.messages import PageDescriptor
-from tailrace.transfer.transports.base import CopyFailed, PageHook, ReadDone, ReadJob
+from tailrace.model.errors import PeerError, WorkerError
+from tailrace.transfer.page_list import UnitList
+from tailrace.transfer.transports.base import CopyFailed, PageHook, ReadDone, ReadJob, spoil
+from tailrace.transfer.transports.conversion import CodecUse, Conversion, Ranks
 from tailrace.transfer.transports.copying import Job, SplitCopier
 
 
@@ -24,9 +25,12 @@ class NotALandingTransport(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A peer's pages [num_pages, bytes_per_page] uint8 and generation numbers [num_pages] uint64; keeps them mapped."""
+    """A worker's pages, [num_pages, bytes_per_page] uint8 a rank, and their generation numbers [num_pages] uint64.
 
-    pages: np.ndarray
+    Keeps a peer's memory mapped.
+    """
+
+    pages: tuple[np.ndarray, ...]
     generations: np.ndarray
 
 
@@ -42,26 +46,42 @@ def all_unchanged(memory: Mapped, seen: Sequence[tuple[int, int]]) -> bool:
     return bool(unchanged(memory, pages, np.array([generation for _, generation in seen], np.uint64)).all())
 
 
-def numbers(descriptors: Sequence[PageDescriptor]) -> tuple[np.ndarray, np.ndarray]:
-    """([n] int64 pages, [n] uint64 generations) of descriptors."""
-    n = len(descriptors)
-    pages = np.fromiter((d.page for d in descriptors), np.int64, n)
-    return pages, np.fromiter((d.generation for d in descriptors), np.uint64, n)
+def check_alike(boot: str, theirs: Ranks, ours: Ranks, conversion: Conversion | None) -> None:
+    """Raises PeerError unless a peer's pages are what the pair was made for: like ours, or as its conversion says."""
+    have = [pages.shape[1] for pages in theirs]
+    if conversion is None:
+        due = [pages.shape[1] for pages in ours]
+        if have != due or len(have) != 1:
+            raise PeerError(f"pages of {boot} have {_sizes(have)} bytes, ours {_sizes(due)}")
+    elif have != (due := [conversion.source.rank_page_bytes] * conversion.source.tp):
+        raise PeerError(f"pages of {boot} have {_sizes(have)} bytes, by what it said {_sizes(due)}")
+
+
+def _sizes(numbers: Sequence[int]) -> str:
+    return " + ".join(str(number) for number in numbers)
 
 
 class CopyJob(Job[ReadDone]):
     """One ReadJob under way. `source` is None once its peer was disconnected before it began."""
 
     def __init__(
-        self, job: ReadJob, source: Mapped, dst: np.ndarray, copier: SplitCopier, hook: PageHook | None
+        self,
+        job: ReadJob,
+        source: Mapped,
+        own: Ranks,
+        copier: SplitCopier,
+        hook: PageHook | None,
+        conversion: Conversion | None = None,
     ) -> None:
         self.job = job
         self._source: Mapped | None = source
-        self._dst, self._copier, self._hook = dst, copier, hook
+        self._own, self._copier, self._hook, self._conversion = own, copier, hook, conversion
+        self._nbytes = (0, 0)  # read of the peer's memory, and what it is worth in our pages
+        self._use = CodecUse()
         self._lock = threading.Lock()
         self._begun = False
-        self._copied: list[PageDescriptor] = []
-        self._numbers: list[tuple[np.ndarray, np.ndarray]] = []  # pages and generations of what was copied
+        self._units = UnitList.of(job.units)
+        self._num_copied = 0  # of the units, in their order
         self._error: str | None = None
 
     def drop(self, error: str) -> None:
@@ -73,11 +93,11 @@ class CopyJob(Job[ReadDone]):
     def steps(self) -> Iterator[bool]:
         if self._hook is None:
             if self._begin():
-                self._copy(self.job.units)
+                self._copy(self._units)
             return
-        for unit in self.job.units:
+        for i, (descriptor, page) in enumerate(self._units):
             try:
-                while not self._hook(self.job.key, unit[0]):
+                while not self._hook(self.job.key, descriptor):
                     if self._error is not None:
                         return
                     yield False
@@ -86,36 +106,39 @@ class CopyJob(Job[ReadDone]):
                 return
             if not self._begin():
                 return
-            self._copy((unit,))
+            self._copy(self._units[i : i + 1])
+            spoil(self._hook, "unpacked", descriptor.ordinal, self._own[0][page])
             yield True
 
     def result(self) -> ReadDone:
         job, source = self.job, self._source
         if source is None:
             return ReadDone(job.job, job.key, (), (), self._error)
-        same = np.concatenate([unchanged(source, *seen) for seen in self._numbers] or [np.ones(0, bool)])
-        if same.all():
-            return ReadDone(job.job, job.key, tuple(self._copied), (), self._error)
-        ok = tuple(d for d, kept in zip(self._copied, same, strict=True) if kept)
-        stale = tuple(d for d, kept in zip(self._copied, same, strict=True) if not kept)
-        return ReadDone(job.job, job.key, ok, stale, self._error)
+        copied = self._units.src[: self._num_copied]
+        same = unchanged(source, copied.pages, copied.generations)
+        ok, stale = (copied, ()) if same.all() else (copied.take(same), copied.take(~same))
+        return ReadDone(job.job, job.key, ok, stale, self._error, *self._nbytes, *astuple(self._use))
 
     def _begin(self) -> bool:
         with self._lock:
             self._begun = self._begun or self._source is not None
             return self._begun
 
-    def _copy(self, units: Sequence[tuple[PageDescriptor, int]]) -> None:
+    def _copy(self, units: UnitList) -> None:
         source = self._source
         if source is None or not units:
             return
-        descriptors, dst = zip(*units, strict=True)
-        pages, generations = numbers(descriptors)
-        to = np.fromiter(dst, np.int64, len(dst))
-        inside = (pages > 0) & (pages < len(source.pages))
-        if inside.all():
-            self._copier.copy(self._dst, to, source.pages, pages)
-        else:  # a page that the peer does not have is found stale
-            self._copier.copy(self._dst, to[inside], source.pages, pages[inside])
-        self._copied.extend(descriptors)
-        self._numbers.append((pages, generations))
+        if self._conversion is not None:
+            assert self.job.into is not None
+            read = self._conversion.copy(source.pages, self._own, units, self.job.into, self._use)
+            worth = self._conversion.logical_bytes(units, self.job.into)
+        else:
+            (theirs,), (ours,) = source.pages, self._own
+            to, at = units.dst, units.src.pages
+            inside = (at > 0) & (at < len(theirs))
+            if not inside.all():  # a page that the peer does not have is found stale
+                to, at = to[inside], at[inside]
+            self._copier.copy(ours, to, theirs, at)
+            read = worth = len(to) * ours.shape[1]
+        self._nbytes = (self._nbytes[0] + read, self._nbytes[1] + worth)
+        self._num_copied += len(units)

@@ -1,4 +1,4 @@
-"""Reading over shared memory: gen maps the arena of a ctx on its host read-only and copies page to page.
+"""Reading over shared memory: gen maps the arenas of a ctx on its host read-only and copies page to page.
 
 The mapping outlives ctx: what it had published can be read, and judged by its generation numbers, after its death.
 Copies run in helper threads. Nobody writes to a peer's memory, so there is nothing to wait for but our own copies.
@@ -10,8 +10,7 @@ import logging
 import mmap
 from collections.abc import Sequence
 
-from tailrace.kv_cache.arena import Arena
-from tailrace.model.errors import PeerError
+from tailrace.kv_cache.arena import Arena, ArenaGroup
 from tailrace.transfer.loop_events import Key
 from tailrace.transfer.messages import Landed, LandingGrant
 from tailrace.transfer.transports.base import (
@@ -24,17 +23,20 @@ from tailrace.transfer.transports.base import (
     ReadJob,
     Wake,
 )
+from tailrace.transfer.transports.conversion import Conversion, PairConversions
 from tailrace.transfer.transports.copying import Helper, SplitCopier
-from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, all_unchanged
+from tailrace.transfer.transports.reading import CopyJob, Mapped, NotALandingTransport, all_unchanged, check_alike
 
 log = logging.getLogger(__name__)
+
+_BETWEEN_NAMES = "/"  # stands in no file's name
 
 
 class ShmTransport:
     """Reads from the arenas of peers on this host; lets peers read ours.
 
     Args:
-        arena: our own, which we alone write.
+        arena: our own, or those of all our ranks, which we alone write.
         wake: called when `poll` has something new.
         hook: tests only.
         threads: helper threads that a big job may use, 1 or 2.
@@ -45,11 +47,12 @@ class ShmTransport:
     units_per_grant = 0
 
     def __init__(
-        self, arena: Arena, *, wake: Wake | None = None, hook: PageHook | None = None, threads: int = 2
+        self, arena: Arena | ArenaGroup, *, wake: Wake | None = None, hook: PageHook | None = None, threads: int = 2
     ) -> None:
-        self._arena = arena
+        self._own = arena if isinstance(arena, ArenaGroup) else ArenaGroup([arena])
         self._hook = hook
-        self._peers: dict[str, Arena] = {}
+        self._peers: dict[str, ArenaGroup] = {}
+        self._conversions = PairConversions()
         self._jobs: dict[int, CopyJob] = {}
         self._done: list[ReadDone] = []
         self._copier = SplitCopier("shm-copy", threads)
@@ -58,47 +61,50 @@ class ShmTransport:
     # --------------------------------------------------------------------------------------------------------- pairing
 
     def info_for(self, boot: str) -> bytes:
-        """The name of our arena, whoever asks."""
-        return self._arena.name.encode()
+        """The names of our ranks' arenas, whoever asks."""
+        return _BETWEEN_NAMES.join(self._own.names).encode()
 
-    def connect(self, boot: str, info: bytes) -> None:
+    def connect(self, boot: str, info: bytes, conversion: Conversion | None = None) -> None:
+        names = tuple(info.decode(errors="replace").split(_BETWEEN_NAMES))
         known = self._peers.get(boot)
-        if known is not None and known.name.encode() == info:
+        if known is not None and known.names == names:
             return
-        arena = Arena.open_read_only(info.decode(errors="replace"))
-        if arena.bytes_per_page != self._arena.bytes_per_page:
-            raise PeerError(
-                f"pages of {arena.name} have {arena.bytes_per_page} bytes, ours {self._arena.bytes_per_page}"
-            )
+        peer = ArenaGroup.open_read_only(names)
+        check_alike(boot, peer.pages, self._own.pages, conversion)
         self.disconnect(boot)
-        self._peers[boot] = arena
-        log.info("arena_mapped", extra={"fields": {"boot": boot, "arena": arena.name, "bytes": arena.pages.nbytes}})
+        self._peers[boot] = peer
+        self._conversions.put(boot, conversion)
+        nbytes = sum(pages.nbytes for pages in peer.pages)
+        log.info("arena_mapped", extra={"fields": {"boot": boot, "arenas": names, "bytes": nbytes}})
 
     def probe(self, boot: str) -> bool:
         """Whether the known bytes are seen; touches every page, so that no read pays for page faults."""
-        arena = self._peers.get(boot)
-        if arena is None or not arena.is_readable():
+        peer = self._peers.get(boot)
+        if peer is None or not peer.is_readable():
             return False
-        arena.pages.reshape(-1)[:: mmap.PAGESIZE].max()
+        for pages in peer.pages:
+            pages.reshape(-1)[:: mmap.PAGESIZE].max()
         return True
 
     def disconnect(self, boot: str) -> None:
-        arena = self._peers.pop(boot, None)
-        if arena is None:
+        peer = self._peers.pop(boot, None)
+        if peer is None:
             return
         for copy in self._jobs.values():
             if copy.job.boot == boot:
                 copy.drop("the mapping of the peer's memory was closed")
-        arena.close()  # running copies keep what they read from mapped
+        peer.close()  # running copies keep what they read from mapped
+        self._conversions.end(boot)
 
     # --------------------------------------------------------------------------------------------------------- reading
 
     def read(self, job: ReadJob) -> None:
-        arena = self._peers.get(job.boot)
-        if arena is None:
+        peer = self._peers.get(job.boot)
+        if peer is None:
             self._done.append(ReadDone(job.job, job.key, (), (), f"no memory of {job.boot} is mapped"))
             return
-        copy = CopyJob(job, Mapped(arena.pages, arena.generations), self._arena.pages, self._copier, self._hook)
+        source = Mapped(peer.pages, peer.generations)
+        copy = CopyJob(job, source, self._own.pages, self._copier, self._hook, self._conversions.get(job.boot))
         self._jobs[job.job] = copy
         self._helper.submit(copy)
 
@@ -108,8 +114,8 @@ class ShmTransport:
             copy.drop("abandoned")
 
     def still_valid(self, boot: str, seen: Sequence[tuple[int, int]]) -> bool:
-        arena = self._peers.get(boot)
-        return arena is not None and all_unchanged(Mapped(arena.pages, arena.generations), seen)
+        peer = self._peers.get(boot)
+        return peer is not None and all_unchanged(Mapped(peer.pages, peer.generations), seen)
 
     def poll(self) -> list[ReadDone | PostDone | LandedIn]:
         done: list[ReadDone | PostDone | LandedIn] = [*self._helper.drain(), *self._done]
@@ -129,6 +135,9 @@ class ShmTransport:
         self._copier.close()
 
     # -------------------------------------------------------------------------------------------- landing: not our kind
+
+    def units_in_grant(self, boot: str) -> int:
+        return 0
 
     def grants(self, key: Key, boot: str, n: int) -> tuple[LandingGrant, ...]:
         return ()
