@@ -1,8 +1,8 @@
 """One step over a mixed batch on the CPU: lay out, forward, sample. The only room where tensors meet sequences' pages.
 
 It does not know requests, schedulers or peers: rows come in a StepPlan and go out as RowResults. A row that cannot be
-computed (its pages hold NaN, say) fails alone. When the process dies nothing here is worth saving: pages stand in the
-arena, all else is rebuilt.
+computed (its pages hold NaN, say) fails alone. Of several ranks this is rank 0's engine; the others run each forward in
+step with it. When the process dies nothing here is worth saving: pages stand in the arena, all else is rebuilt.
 """
 
 from __future__ import annotations
@@ -12,56 +12,67 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from tailrace.engine.drafts import Ask, BlockDrafter, Drafter, num_right
+from tailrace.engine.forward import Forward, padded_rows
+from tailrace.engine.group import Followers
+from tailrace.engine.row_forward import RowForward
 from tailrace.engine.sampler import NO_TOKEN, Sampler, logprobs_of
 from tailrace.engine.step import Logprob, Row, RowResult, SamplerState, StepPlan
-from tailrace.kernels.paged_attention import PagedPool, RowSpan, plan_attention
-from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout
+from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout, RowLayout
 from tailrace.model.decoder import Decoder
 from tailrace.model.errors import ConfigError
-from tailrace.model.linear import ONE_THREAD_ROWS
+from tailrace.model.family import DraftingRowDecoder, RowDecoder
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOT_FINITE = "the state of this request is not finite: a page it read holds NaN or infinity"
 NOTHING_TO_DRAW = "no token can be drawn: every logit is -inf or NaN after penalties and bias"
 
+_POISON_BYTE = 0xFF  # NaN as float32, bfloat16 and float8
 _PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once when a prompt's logprobs are wanted
-# Threads sleep between operators (cluster/rank.py), and waking two for a small one costs more than the second saves;
-# the products of a large step wake them themselves (model/linear.py).
-_FEW_THREADS = 2
 
 
-def pool_tensor(pages: np.ndarray, layout: PageLayout) -> torch.Tensor:
-    """Pages [num_pages, bytes_per_page] uint8 as [num_pages, layer, field, kv_head, token, dim], shared."""
+def pool_tensor(pages: np.ndarray, layout: PageLayout | RowLayout) -> torch.Tensor:
+    """Pages [num_pages, bytes_per_page] uint8 as [num_pages, layer, field, kv_head, token, dim], shared; those of a
+    family with rows of its own as they are."""
+    if isinstance(layout, RowLayout):
+        return torch.from_numpy(pages)
     return torch.from_numpy(pages).view(TORCH_DTYPES[layout.dtype]).view(len(pages), *layout.shape)
-
-
-def padded_rows(rows: int) -> int:
-    """Rows a step is padded to. Matrix kernels are compiled for each number of rows, some ms each, so there are few."""
-    if rows <= 4:
-        return rows
-    step = 2 if rows <= 8 else 4 if rows <= 32 else 32
-    return -(-rows // step) * step
 
 
 class Engine:
     """Runs steps of one decoder over one pool.
 
     Args:
-        decoder: the model.
-        kv: [num_pages, layer, field, kv_head, token, dim] in the decoder's dtype; page 0 is scratch.
+        decoder: the model, or rank 0's share of it; or a family's whole model.
+        kv: [num_pages, layer, field, kv_head, token, dim] in the decoder's dtype; page 0 is scratch. For a RowDecoder:
+            [num_pages, bytes_per_page] uint8.
         threads: of large steps and the output projection; those that torch has now if None. Small steps use one.
+        followers: the other ranks; None if there are none.
+        drafter: guesses tokens; None: the decoder's own, if it has any.
     """
 
-    def __init__(self, decoder: Decoder, kv: torch.Tensor, *, threads: int | None = None) -> None:
-        config = decoder.config
-        want = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        have = (*kv.shape[1:4], kv.shape[5])
-        if have != want or kv.dtype != decoder.dtype:
-            raise ConfigError(f"pages are {have} {kv.dtype}, the model needs {want} {decoder.dtype}")
-        self._decoder, self._pool = decoder, PagedPool(kv)
+    def __init__(
+        self,
+        decoder: Decoder | RowDecoder,
+        kv: torch.Tensor,
+        *,
+        threads: int | None = None,
+        followers: Followers | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self._run: Forward | RowForward
+        if isinstance(decoder, Decoder):
+            self._run = Forward(decoder, kv, threads=threads)
+        elif followers is None:
+            self._run = RowForward(decoder, kv)
+        else:
+            raise ConfigError(f"family {decoder.config.family} runs on one rank, not on {1 + len(followers.pools)}")
+        self._decoder, self._followers = decoder, followers
+        self._pools = (kv,) if followers is None else (kv, *followers.pools)
         self._sampler = Sampler()
-        self._threads = threads or torch.get_num_threads()
-        kv[SCRATCH_PAGE].zero_()
+        self._drafter = drafter
+        if drafter is None and isinstance(decoder, DraftingRowDecoder) and isinstance(self._run, RowForward):
+            self._drafter = BlockDrafter(decoder, self._run.pool)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> list[RowResult]:
@@ -73,6 +84,10 @@ class Engine:
             return []
         order = sorted(range(len(plan.rows)), key=lambda i: _layout_order(plan.rows[i]))
         rows = [plan.rows[i] for i in order]
+        for row in rows:
+            for state in row.samplers:
+                if state.grammar is not None:
+                    state.grammar.begin()
         hidden = self._forward(rows)
         results = self._results(rows, hidden)
         by_plan = dict(zip(order, results, strict=True))
@@ -81,82 +96,152 @@ class Engine:
     @torch.inference_mode()
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole pages; all of src is read before dst is written."""
-        self._pool.kv[torch.tensor(dst, dtype=torch.int64)] = self._pool.kv[torch.tensor(src, dtype=torch.int64)]
+        to, of = torch.tensor(dst, dtype=torch.int64), torch.tensor(src, dtype=torch.int64)
+        for kv in self._pools:
+            kv[to] = kv[of]
+
+    @torch.inference_mode()
+    def compare_rows(self, pages: Sequence[int], others: Sequence[int], span: range) -> tuple[float, float]:
+        """How far two runs of pages are apart in the rows (tokens) of `span`, counted from the first page's start.
+
+        Returns:
+            The largest difference of two elements, and the largest length of a difference relative to the row
+            (of one head of one field) in `others`. Infinite where one is not finite.
+
+        Raises:
+            ConfigError: the rows have formats of their own.
+        """
+        if isinstance(self._run, RowForward):
+            raise ConfigError(f"pages of family {self._decoder.config.family} are not compared row by row")
+        largest = relative = 0.0
+        for kv in self._pools:
+            rows = []
+            for which in (pages, others):
+                run = kv[torch.tensor(which, dtype=torch.int64)].float().movedim(0, 3)  # [layer, field, head, page, ..]
+                rows.append(run.flatten(3, 4)[:, :, :, span.start : span.stop])
+            difference = rows[0] - rows[1]
+            if not difference.isfinite().all():
+                return float("inf"), float("inf")
+            lengths = rows[1].norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+            largest = max(largest, float(difference.abs().max()))
+            relative = max(relative, float((difference.norm(dim=-1) / lengths).max()))
+        return largest, relative
 
     @torch.inference_mode()
     def poison(self, pages: Sequence[int]) -> None:
-        """Fill pages with NaN, so that who reads them unwritten is found out."""
-        for page in pages:
-            self._pool.kv[page].fill_(torch.nan)
+        """Fill pages with NaN (rows of their own formats: with bytes 0xFF), so that who reads them unwritten is found
+        out."""
+        for kv in self._pools:
+            value = _POISON_BYTE if kv.dtype is torch.uint8 else torch.nan
+            for page in pages:
+                kv[page].fill_(value)
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, max_batch_size: int) -> None:
         """Run what steps of up to these sizes will run, on the scratch page, so that no request waits for it."""
-        page = np.full(-(-max_num_tokens // self._pool.tokens_per_page), SCRATCH_PAGE, np.int32)
+        if isinstance(self._run, RowForward):
+            self._run.warm_up(max_num_tokens, max_batch_size)
+        else:
+            self._warm_up(self._run, max_num_tokens, max_batch_size)
+        for kv in self._pools:
+            kv[SCRATCH_PAGE].zero_()
+
+    def _warm_up(self, run: Forward, max_num_tokens: int, max_batch_size: int) -> None:
+        page = np.full(-(-max_num_tokens // run.pool.tokens_per_page), SCRATCH_PAGE, np.int32)
         for tokens in sorted({padded_rows(n) for n in range(1, max_num_tokens + 1)}):
             self._forward([Row(None, np.zeros(min(tokens, max_num_tokens), np.int32), 0, page)], num_layers=1)
         token = Row(None, np.zeros(1, np.int32), 0, page)
         for rows in range(1, max_batch_size + 1):
             self._decoder.logits(self._forward([token] * rows, num_layers=1))
         self._forward([token])
-        self._pool.kv[SCRATCH_PAGE].zero_()
 
     def _forward(self, rows: Sequence[Row], num_layers: int | None = None) -> torch.Tensor:
         """Hidden states [padded rows, hidden_size]; rows one behind the other."""
-        spans = [RowSpan(row.start, len(row.ids), row.pages) for row in rows]
-        attention = plan_attention(self._pool, spans, self._decoder.windows)
-        num_tokens = attention.num_tokens
-        ids = np.zeros(padded_rows(num_tokens), np.int64)
-        positions = np.zeros(len(ids), np.int64)
-        np.concatenate([row.ids for row in rows], out=ids[:num_tokens])
-        np.concatenate([np.arange(s.start, s.start + s.num_new) for s in spans], out=positions[:num_tokens])
-        self._pool.clear_fresh(spans)
-        one = num_tokens <= ONE_THREAD_ROWS or self._threads <= _FEW_THREADS
-        torch.set_num_threads(1 if one else self._threads)
-        hidden = self._decoder.forward(
-            torch.from_numpy(ids), torch.from_numpy(positions), self._pool, attention, num_layers
-        )
-        torch.set_num_threads(self._threads)
-        return hidden
+        if self._followers is not None:
+            self._followers.run(rows, num_layers)
+        return self._run(rows, num_layers)
 
     def _results(self, rows: Sequence[Row], hidden: torch.Tensor) -> list[RowResult]:
         ends = np.cumsum([len(row.ids) for row in rows])
-        last = hidden[torch.from_numpy(ends - 1)]
+        lasts = ends - 1 - np.array([row.num_drafts for row in rows])
+        last = hidden[torch.from_numpy(lasts)]
         finite = last.sum(-1, dtype=torch.float32).isfinite().tolist()
         results = [RowResult(row.key, error=None if ok else NOT_FINITE) for row, ok in zip(rows, finite, strict=True)]
         wanted = [i for i, row in enumerate(rows) if row.samplers and finite[i]]
         if wanted:
-            self._sample(rows, results, wanted, last)
+            self._sample(rows, results, wanted, hidden, lasts)
+        if self._drafter is not None:
+            self._draft(self._drafter, rows, results, hidden, lasts)
         for row, result, end in zip(rows, results, ends.tolist(), strict=True):
             if row.prompt_logprobs is not None and result.error is None:
-                result.prompt_logprobs.extend(self._prompt_logprobs(row, hidden[end - len(row.ids) : end]))
+                first = end - len(row.ids)
+                result.prompt_logprobs.extend(self._prompt_logprobs(row, hidden[first : first + row.num_kept]))
         return results
 
     def _sample(
-        self, rows: Sequence[Row], results: Sequence[RowResult], wanted: Sequence[int], last: torch.Tensor
+        self,
+        rows: Sequence[Row],
+        results: Sequence[RowResult],
+        wanted: Sequence[int],
+        hidden: torch.Tensor,
+        lasts: np.ndarray,
     ) -> None:
-        """Draw for the rows numbered `wanted`; each row's samplers share its logits."""
-        logits = self._decoder.logits(last if len(wanted) == len(last) else last[torch.tensor(wanted)])
+        """Draw for the rows numbered `wanted`: behind the last known token, for each sampler, and behind each draft.
+
+        lasts: [rows] index into `hidden` of each row's last known token.
+        """
         states: list[SamplerState] = []
-        repeats, positions = [], []
-        for at, i in enumerate(wanted):
+        at, places, positions = [], [], []
+        for i in wanted:
             row = rows[i]
-            states += row.samplers
-            repeats += [at] * len(row.samplers)
-            positions += [row.start + len(row.ids)] * len(row.samplers)
-        if len(repeats) != len(logits):
-            logits = logits[torch.tensor(repeats)]
+            for behind in range(row.num_drafts + 1):
+                for state in row.samplers:
+                    states.append(state.after(behind))
+                    places.append(len(at))
+                    positions.append(row.start + row.num_kept + behind)
+                at.append(int(lasts[i]) + behind)
+        logits = self._decoder.logits(hidden[torch.tensor(at)])
+        if len(places) != len(at):
+            logits = logits[torch.tensor(places)]
         drawn = iter(self._sampler.sample(logits, states, positions))
         for i in wanted:
-            for _ in rows[i].samplers:
-                token, logprob = next(drawn)
-                if token == NO_TOKEN:
-                    results[i].error = NOTHING_TO_DRAW
-                results[i].tokens.append(token)
-                results[i].logprobs.append(logprob)
-            if results[i].error is not None:
-                results[i].tokens.clear()
-                results[i].logprobs.clear()
+            row, result = rows[i], results[i]
+            mine = [next(drawn) for _ in range(len(row.samplers) * (row.num_drafts + 1))]
+            if row.num_drafts:
+                mine = mine[: 1 + num_right(row.ids[row.num_kept :].tolist(), [token for token, _ in mine])]
+            result.tokens = [token for token, _ in mine]
+            result.logprobs = [logprob for _, logprob in mine]
+            if NO_TOKEN in result.tokens:
+                self._nothing_drawn(row, result)
+
+    def _nothing_drawn(self, row: Row, result: RowResult) -> None:
+        """Say why the row fails."""
+        result.error = NOTHING_TO_DRAW
+        for state in row.samplers:
+            if state.grammar is not None and state.grammar.error is not None:
+                result.error, result.code = f"the grammar failed: {state.grammar.error}", "grammar"
+        result.tokens, result.logprobs = [], []
+
+    def _draft(
+        self,
+        drafter: Drafter,
+        rows: Sequence[Row],
+        results: Sequence[RowResult],
+        hidden: torch.Tensor,
+        lasts: np.ndarray,
+    ) -> None:
+        """Have what follows the drawn tokens guessed, for the rows that want it."""
+        asked, asks = [], []
+        for row, result, last in zip(rows, results, lasts.tolist(), strict=True):
+            if row.want_drafts and len(row.samplers) == 1 and result.error is None:
+                states = hidden[last : last + len(result.tokens)]
+                asks.append(Ask(row, states, result.tokens, row.want_drafts))
+                asked.append(result)
+        if asks:
+            vocab = self._decoder.config.vocab_size
+            for result, guess in zip(asked, drafter.propose(asks), strict=True):
+                if all(0 <= token < vocab for token in guess.tokens):
+                    result.drafts, result.chances = guess.tokens, guess.chances
 
     def _prompt_logprobs(self, row: Row, hidden: torch.Tensor) -> Iterator[Logprob]:
         """hidden: [num_new, hidden_size] of this row."""

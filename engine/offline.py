@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tailrace.engine.engine import Engine
+from tailrace.engine.grammar import Grammars, attach
 from tailrace.engine.sequence import Chunk, Sequence
 from tailrace.engine.step import Logprob, RowResult, StepPlan
 from tailrace.kv_cache.manager import KvManager
@@ -45,7 +46,8 @@ class Generated:
 
 @dataclass(slots=True)
 class _Request:
-    """`shared`: whole prompt pages that all samples read; `private`: a list of further pages for each sample."""
+    """`shared`: whole prompt pages that all samples read; `private`: a list of further pages for each sample, those of
+    its state last."""
 
     number: int
     params: SamplingParams
@@ -64,6 +66,7 @@ class Generator:
         eos_ids: ids that end a sample unless its parameters say otherwise.
         max_num_tokens: tokens a step; longer prompts are prefilled in chunks.
         max_batch_size: requests under way at once.
+        grammars: None: prompts with a grammar fail.
     """
 
     def __init__(
@@ -74,10 +77,12 @@ class Generator:
         eos_ids: frozenset[int] = frozenset(),
         max_num_tokens: int = 512,
         max_batch_size: int = 32,
+        grammars: Grammars | None = None,
     ) -> None:
         self._engine, self._kv, self._eos_ids = engine, kv, eos_ids
         self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
         self._requests: dict[tuple[str, int], _Request] = {}
+        self._grammars = grammars
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
 
@@ -98,7 +103,9 @@ class Generator:
             key = (str(number), 0)
             ids = np.array(prompt, np.int32)
             sequence = Sequence.for_prefill(key, ids, [], wanted, samples, self._eos_ids)
-            waiting.append((sequence, _Request(number, wanted, results[number])))
+            results[number].error = self._follow(sequence, wanted.grammar)
+            if results[number].error is None:
+                waiting.append((sequence, _Request(number, wanted, results[number])))
         try:
             while waiting or self._requests:
                 self._admit(waiting)
@@ -109,6 +116,14 @@ class Generator:
             self._requests.clear()
             self._prefilling, self._decoding = [], []
         return results
+
+    def _follow(self, sequence: Sequence, grammar: str) -> str | None:
+        """Compile the grammar, if there is one; returns why it cannot be followed."""
+        if not grammar:
+            return None
+        if self._grammars is None:
+            return "no grammars are followed here"
+        return attach([sequence], self._grammars.begin(grammar, [sequence.output for _ in sequence.samplers]))
 
     def _admit(self, waiting: deque[tuple[Sequence, _Request]]) -> None:
         while waiting and len(self._requests) < self._max_batch_size:
@@ -143,7 +158,7 @@ class Generator:
                 break
             chunks.append(Chunk(sequence, min(left, sequence.remaining)))
             left -= chunks[-1].num_tokens
-        results = self._engine.step(StepPlan([chunk.sequence.row(chunk.num_tokens) for chunk in chunks]))
+        results = self._engine.step(StepPlan([chunk.row() for chunk in chunks]))
         for chunk, result in zip(chunks, results, strict=True):
             self._take(chunk, result)
 
@@ -172,16 +187,19 @@ class Generator:
             self._end(sequence.key, request)
 
     def _start_samples(self, prefill: Sequence, request: _Request, result: RowResult) -> None:
-        """Each sample goes on in pages of its own; the prompt's open page is copied for all but the first."""
+        """Each sample goes on in pages of its own; what is still written to is copied for all but the first."""
         if not prefill.samplers:
             request.result.samples[0].finish_reason = "length"
-        has_open_page = prefill.num_prompt_tokens % self._kv.layout.tokens_per_page != 0
+        layout, each = self._kv.layout, len(request.private[0])
+        open_pages = layout.history_pages(prefill.num_prompt_tokens) - layout.full_pages(prefill.num_prompt_tokens)
+        copied = [*range(open_pages), *range(each - layout.num_state_pages, each)]
         for state, token, logprob in zip(prefill.samplers, result.tokens, result.logprobs, strict=True):
             sequence = prefill.sample(state, token)
             sequence.pages = request.shared + request.private[state.sample]
             sequence.num_computed = prefill.num_computed
-            if has_open_page and state.sample:
-                self._engine.copy_pages(request.private[0][:1], request.private[state.sample][:1])
+            if copied and state.sample:
+                source, fork = request.private[0], request.private[state.sample]
+                self._engine.copy_pages([source[i] for i in copied], [fork[i] for i in copied])
             request.running += 1
             if self._accept(request, sequence, token, logprob):
                 self._decoding.append(sequence)

@@ -2,7 +2,7 @@
 
 Order, for one row of logits:
 
-    penalties -> logit_bias -> min_tokens mask -> temperature -> top-k -> top-p -> min-p -> draw
+    penalties -> logit_bias -> min_tokens mask -> grammar mask -> temperature -> top-k -> top-p -> min-p -> draw
 
 Repetition penalty counts prompt and output, presence and frequency count output only. Logprobs are those of the model:
 log-softmax of the row as it came in, before all of the above, so they do not depend on how the token was chosen.
@@ -140,15 +140,15 @@ def margin(row: torch.Tensor, state: SamplerState, position: int) -> Margin:
 
 
 def changes_logits(state: SamplerState) -> bool:
-    """True if penalties, bias or the min_tokens mask touch this row now."""
+    """True if penalties, bias, the min_tokens mask or a grammar touch this row now."""
     params = state.params
-    if params.logit_bias or state.num_output_tokens < params.min_tokens:
+    if state.grammar is not None or params.logit_bias or state.num_output_tokens < params.min_tokens:
         return True
     return params.needs_counts and bool(state.output_counts or state.prompt_counts)
 
 
 def adjusted(row: np.ndarray, state: SamplerState) -> np.ndarray:
-    """A copy of the row [vocab] after penalties, bias and the min_tokens mask."""
+    """A copy of the row [vocab] after penalties, bias and both masks."""
     params = state.params
     row = row.copy()
     if params.repetition_penalty != 1.0:
@@ -162,9 +162,24 @@ def adjusted(row: np.ndarray, state: SamplerState) -> np.ndarray:
         row[ids] -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
     for token, bias in params.logit_bias:
         row[token] += np.float32(bias)
-    if state.num_output_tokens < params.min_tokens:
-        row[[t for t in (*state.eos_ids, *params.stop_token_ids) if t < len(row)]] = -np.inf
+    barred = _barred(state, len(row))
+    if state.grammar is not None:
+        allowed = state.grammar.allowed()
+        open_ids = allowed.copy()
+        open_ids[barred] = False
+        # Where only the end may come, it comes: nothing else is left to say.
+        np.copyto(row, np.float32(-np.inf), where=~(open_ids if open_ids.any() else allowed))
+    elif barred:
+        row[barred] = -np.inf
     return row
+
+
+def _barred(state: SamplerState, size: int) -> list[int]:
+    """Ids that may not come yet: what would end the sample before min_tokens, and a grammar's EOS if it is ignored."""
+    params = state.params
+    early = state.num_output_tokens < params.min_tokens
+    ids = [*state.eos_ids] if early or (state.grammar is not None and params.ignore_eos) else []
+    return [t for t in (*ids, *(params.stop_token_ids if early else ())) if t < size]
 
 
 def best_ids(row: np.ndarray, k: int) -> np.ndarray:

@@ -10,6 +10,7 @@ on where it was, because its sampler state stayed. Knows no request and no frame
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,7 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailrace.engine.step import Row, SamplerState
-from tailrace.kv_cache.layout import SCRATCH_PAGE
+from tailrace.kv_cache.layout import SCRATCH_PAGE, Layout
+
+CopyPages = Callable[[Seq[int], Seq[int]], None]
+"""Engine.copy_pages."""
 
 if TYPE_CHECKING:
     from tailrace.kv_cache.manager import KvManager
@@ -39,8 +43,11 @@ class Sequence:
         hashes: packed block hashes from position 0, as far as they are known.
         use_cache: whether the prefix index may be asked.
         prompt_logprobs: alternatives a prompt token, None for none.
-        pages: page of each ordinal, held by the loop; empty while waiting.
+        pages: page of each ordinal (history, then state: kv_cache/layout.py), held by the loop; empty while waiting.
         num_cached: tokens found in the prefix index when its pages were first reserved.
+        drafts: guesses of the tokens behind the known ones.
+        chances: of each to be right if those before it are.
+        snapshots_at: after so many tokens each the state pages are to be kept for others.
         last_token_at: clock of the last token.
     """
 
@@ -59,7 +66,10 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int | None = None
+    snapshots_at: frozenset[int] = frozenset()
     last_token_at: float | None = None
+    drafts: Seq[int] = ()
+    chances: Seq[float] = ()
     _table: np.ndarray | None = None
 
     @property
@@ -75,21 +85,24 @@ class Sequence:
         """Sorts the oldest first; samples of one request by their index."""
         return (self.order, self.samplers[0].sample if self.samplers else 0)
 
-    def row(self, num_tokens: int) -> Row:
-        """The next `num_tokens` tokens as a row; with samplers if they are the last ones known."""
+    def row(self, num_tokens: int, num_drafts: int = 0, want_drafts: int = 0) -> Row:
+        """The next `num_tokens` tokens as a row; with samplers, and perhaps drafts, if they are the last known."""
         start, end = self.num_computed, self.num_computed + num_tokens
         next_ids = None
         if self.prompt_logprobs is not None:
             next_ids = self._ids(start + 1, min(end + 1, self.num_prompt_tokens))
             next_ids = np.concatenate((next_ids, np.full(num_tokens - len(next_ids), -1, np.int32)))
+        ids = self._ids(start, end)
         return Row(
             key=self,
-            ids=self._ids(start, end),
+            ids=np.concatenate((ids, np.array(self.drafts[:num_drafts], np.int32))) if num_drafts else ids,
             start=start,
             pages=self.table(),
             samplers=self.samplers if end == self.num_known else (),
             prompt_logprobs=self.prompt_logprobs,
             next_ids=next_ids,
+            num_drafts=num_drafts,
+            want_drafts=want_drafts,
         )
 
     def _ids(self, start: int, end: int) -> np.ndarray:
@@ -123,6 +136,16 @@ class Sequence:
             self._table = None
         return taken
 
+    def room(self, layout: Layout) -> int:
+        """Tokens that its pages hold."""
+        return (len(self.pages) - layout.num_state_pages) * layout.tokens_per_page
+
+    def add_history_pages(self, pages: Seq[int], num_state_pages: int) -> None:
+        """Grow by these, which the caller holds."""
+        at = len(self.pages) - num_state_pages
+        self.pages[at:at] = pages
+        self._table = None
+
     # --------------------------------------------------------------------------------------------------------- making
 
     @classmethod
@@ -134,9 +157,11 @@ class Sequence:
         params: SamplingParams,
         samples: int,
         eos_ids: frozenset[int],
+        first_sample: int = 0,
     ) -> Sequence:
         """The prefill that `samples` samples share; order, cache fields and priority are the caller's to set."""
-        samplers = sampler_states(params, range(samples), len(prompt), eos_ids, prompt_counts(prompt, params), output)
+        indices = range(first_sample, first_sample + samples)
+        samplers = sampler_states(params, indices, len(prompt), eos_ids, prompt_counts(prompt, params), output)
         return cls(
             key,
             order=0,
@@ -169,15 +194,30 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A sequence's next `num_tokens` tokens, chosen for a pass."""
+    """A sequence's next `num_tokens` tokens, chosen for a pass; the first `num_drafts` drafts go with the last ones."""
 
     sequence: Sequence
     num_tokens: int
+    num_drafts: int = 0
+    want_drafts: int = 0
 
     @property
     def last(self) -> bool:
         """True if the sequence samples after it. To be asked before num_computed moves."""
         return self.num_tokens == self.sequence.remaining
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the step computes for it."""
+        return self.num_tokens + self.num_drafts
+
+    def row(self) -> Row:
+        return self.sequence.row(self.num_tokens, self.num_drafts, self.want_drafts)
+
+    def up_to_snapshot(self) -> Chunk:
+        """The chunk, ended where the sequence's state pages are to be kept."""
+        left = [end - self.sequence.num_computed for end in self.sequence.snapshots_at]
+        return Chunk(self.sequence, min((n for n in left if 0 < n < self.num_tokens), default=self.num_tokens))
 
 
 def prompt_counts(prompt: np.ndarray, params: SamplingParams) -> dict[int, int]:
@@ -204,25 +244,55 @@ def sampler_states(
     return states
 
 
-def reserve(kv: KvManager, sequence: Sequence, *, spare: int = 0) -> bool:
+def reserve(kv: KvManager, sequence: Sequence, copy_pages: CopyPages, *, spare: int = 0) -> bool:
     """Pages for all known tokens at once: prefix hits first, the rest new. All or nothing, so that prefills never wait
     for one another's pages while holding some.
 
-    `spare`: pages that must stay available. Returns False, nothing held, if it does not fit now.
+    Args:
+        copy_pages: fills state pages from a snapshot that the prefix ends with.
+        spare: pages that must stay available.
+
+    Returns:
+        False, nothing held, if it does not fit now.
     """
     pages: list[int] = []
-    num_tokens = 0
+    num_tokens = known = 0
+    snapshot: list[int] = []
     if sequence.use_cache and sequence.hashes:
         hit = kv.match_prefix(sequence.namespace, sequence.hashes, sequence.num_known)
-        pages, num_tokens = list(hit.pages), hit.num_tokens
+        pages, num_tokens, snapshot = list(hit.pages), hit.num_tokens, list(hit.snapshot)
+        known = hit.known_tokens
     missing = kv.layout.num_pages(sequence.num_known) - len(pages)
     fresh = kv.allocate(missing) if kv.available() - missing >= spare else None
     if fresh is None:
         if pages:
-            kv.release(pages)
+            kv.release(pages + snapshot)
         return False
+    if snapshot:
+        copy_pages(snapshot, fresh[-len(snapshot) :])
+        kv.release(snapshot)
     sequence.pages = pages + fresh
     sequence.num_computed = num_tokens
     if sequence.num_cached is None:
         sequence.num_cached = num_tokens
+    if sequence.use_cache:
+        # Near its own end, where the next turn goes on; and where another prompt has gone another way: more may do so.
+        before = (sequence.num_known, known + 1)
+        ends = (kv.snapshot_tokens(sequence.namespace, sequence.hashes, number) for number in before)
+        sequence.snapshots_at = frozenset(end for end in ends if end > num_tokens)
     return True
+
+
+def keep_snapshot(kv: KvManager, sequence: Sequence, copy_pages: CopyPages) -> None:
+    """If a prefill has come to where its state pages are to be kept: publish a copy of them and the prefix before, for
+    prompts that begin alike, if there is room for it now."""
+    if sequence.num_computed not in sequence.snapshots_at:
+        return
+    number = kv.layout.num_state_pages
+    copy = kv.allocate(number)
+    if copy is None:
+        return
+    copy_pages(sequence.pages[-number:], copy)
+    kv.publish(sequence.namespace, sequence.hashes, sequence.pages, sequence.num_computed)
+    kv.publish_snapshot(sequence.namespace, sequence.hashes, sequence.num_computed, copy)
+    kv.release(copy)
