@@ -22,7 +22,8 @@ from typing import Protocol
 import numpy as np
 
 from tailrace.ctx_worker.scheduler import PrefillScheduler
-from tailrace.engine.sequence import Chunk, Sequence, reserve
+from tailrace.engine.grammar import GrammarQueue, Grammars
+from tailrace.engine.sequence import Chunk, Sequence, keep_snapshot, reserve
 from tailrace.engine.step import Logprob, RowResult, StepPlan
 from tailrace.kv_cache.manager import KvManager
 from tailrace.transfer.loop_events import (
@@ -35,7 +36,7 @@ from tailrace.transfer.loop_events import (
     LoopPort,
     PrefillResult,
 )
-from tailrace.transfer.messages import Submit, TokenLogprob, unpack_ids
+from tailrace.transfer.messages import PrefillSample, Submit, TokenLogprob, unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -48,17 +49,20 @@ class StepEngine(Protocol):
 
     def step(self, plan: StepPlan) -> list[RowResult]: ...
 
+    def copy_pages(self, src: Seq[int], dst: Seq[int]) -> None: ...
+
     def poison(self, pages: Seq[int]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One prefill leg. `started`: clock of its first chunk."""
+    """One prefill leg. `started`: clock of its first chunk; `before`: tokens the worker had computed until then."""
 
     submit: Submit
     sequence: Sequence
     received: float
     started: float | None = None
+    before: int = 0
     prompt_logprobs: list[Logprob] = field(default_factory=list)
 
 
@@ -71,6 +75,7 @@ class CtxLoop:
         node: the transfer thread.
         scheduler: chooses the chunks.
         eos_ids: ids that end a sample.
+        grammars: None: requests with a grammar fail here.
         clock: monotonic seconds, the same that stamps Arrived.
     """
 
@@ -82,14 +87,17 @@ class CtxLoop:
         scheduler: PrefillScheduler,
         *,
         eos_ids: frozenset[int],
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.kv, self.node, self.scheduler = engine, kv, node, scheduler
         self._eos_ids = eos_ids
         self._clock = clock
         self._jobs: dict[Key, _Job] = {}
-        self._arrivals = 0
+        self._grammars: GrammarQueue[_Job] = GrammarQueue(grammars)  # of _jobs, those whose grammar is being compiled
+        self._arrivals = self._computed = 0
         self._checked = True
+        self._preempt, self._slow_pass_s = 0, 0.0  # faults, tests only
         node.loop_stats.phase = "run"
 
     def run(self, stop: threading.Event) -> None:
@@ -112,6 +120,8 @@ class CtxLoop:
     def _receive(self) -> None:
         for event in self.node.poll_events():
             self._handle(event)
+        for job, why in self._grammars.ready():
+            self._go_on(job) if why is None else self._fail(job, "grammar", why, False)
 
     def _handle(self, event: LoopEvent) -> None:
         match event:
@@ -122,8 +132,9 @@ class CtxLoop:
                 if job is not None:
                     self._forget(job)
                     self.node.ended(key, "cancelled")
-            case FaultsSet(poison=poison):
-                self.kv.set_poison(self.engine.poison if poison else None)
+            case FaultsSet():
+                self.kv.set_poison(self.engine.poison if event.poison else None)
+                self._preempt, self._slow_pass_s = event.preempt, event.slow_pass_s
             case _:
                 log.debug("event_ignored", extra={"fields": {"event": type(event).__name__}})
 
@@ -134,7 +145,13 @@ class CtxLoop:
         self._checked = False
         prompt = np.array(unpack_ids(submit.prompt_ids), np.int32)
         sequence = Sequence.for_prefill(
-            key, prompt, unpack_ids(submit.output_ids), submit.params, submit.samples, self._eos_ids
+            key,
+            prompt,
+            unpack_ids(submit.output_ids),
+            submit.params,
+            submit.samples,
+            self._eos_ids,
+            submit.first_sample,
         )
         if not len(prompt):
             self.node.failed(key, "refused", "the prompt has no tokens", False)
@@ -147,16 +164,22 @@ class CtxLoop:
         sequence.order, sequence.received, sequence.priority = self._arrivals, event.received, submit.priority
         sequence.hashes, sequence.namespace = submit.hashes, submit.namespace
         sequence.use_cache = sequence.use_cache and not submit.no_cache
-        self._jobs[key] = _Job(submit, sequence, event.received)
-        self.scheduler.add(sequence)
+        job = self._jobs[key] = _Job(submit, sequence, event.received)
+        why = self._grammars.add(job, [sequence], self._go_on)
+        if why is not None:
+            self._fail(job, "grammar", why, False)
+
+    def _go_on(self, job: _Job) -> None:
+        self.scheduler.add(job.sequence)
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
     def _schedule(self) -> list[Chunk]:
-        return self.scheduler.select(self.scheduler.max_num_tokens, self._clock(), self._reserve)
+        chunks = self.scheduler.select(self.scheduler.max_num_tokens, self._clock(), self._reserve)
+        return [chunk.up_to_snapshot() for chunk in chunks]
 
     def _reserve(self, sequence: Sequence) -> bool:
-        if not reserve(self.kv, sequence):
+        if not reserve(self.kv, sequence, self.engine.copy_pages):
             return False
         self.node.loop_stats.prefix_hit_tokens += sequence.num_computed
         return True
@@ -167,13 +190,25 @@ class CtxLoop:
         started = self._clock()
         for chunk in chunks:
             job = self._jobs[chunk.sequence.key]
-            job.started = started if job.started is None else job.started
+            if job.started is None:
+                job.started, job.before = started, self._computed
             self.node.chunk_launched(job.sequence.key, chunk.last, self.scheduler.seconds_left(job.sequence))
         plan = StepPlan([chunk.sequence.row(chunk.num_tokens) for chunk in chunks])
         results = self.engine.step(plan)
+        if self._preempt or self._slow_pass_s:
+            self._disturb(chunks)
         self.scheduler.measure(plan.num_tokens, self._clock() - started)
         self.node.loop_stats.prompt_positions += plan.num_tokens
+        self._computed += plan.num_tokens
         return results
+
+    def _disturb(self, chunks: list[Chunk]) -> None:
+        """Faults that tests have set, while the step is still running for all who wait for it."""
+        time.sleep(self._slow_pass_s)
+        for chunk in chunks:
+            if chunk.last and self._preempt:
+                self._preempt -= 1
+                self.preempt(chunk.sequence.key)
 
     # ------------------------------------------------------------------------------------------------------- hand off
 
@@ -184,11 +219,12 @@ class CtxLoop:
                 continue  # it was preempted while the step ran: its pages are gone, and so is what they held
             last = chunk.last
             if result.error is not None or any(token < 0 for token in result.tokens):
-                self._fail(job, "internal", result.error or "no token could be sampled", False)
+                self._fail(job, result.code, result.error or "no token could be sampled", False)
                 continue
             sequence = job.sequence
             sequence.num_computed += chunk.num_tokens
             job.prompt_logprobs += result.prompt_logprobs
+            keep_snapshot(self.kv, sequence, self.engine.copy_pages)
             left = 0.0 if last else self.scheduler.seconds_left(sequence)
             self.node.chunk_done(sequence.key, sequence.pages, sequence.num_computed, left)
             if last:
@@ -198,14 +234,18 @@ class CtxLoop:
         sequence, submit = job.sequence, job.submit
         now = self._clock()
         started = job.received if job.started is None else job.started
+        cached = sequence.num_cached or 0
+        mine, queue_s, seconds = sequence.num_known - cached, started - job.received, now - started
+        others = max(0, self._computed - job.before - mine)
+        self.node.loop_stats.prefills.append(PrefillSample(mine, cached, others, seconds, queue_s))
         self.node.prefill_done(
             sequence.key,
             PrefillResult(
                 firsts=self._firsts(job, result),
                 num_tokens=sequence.num_known,
                 prompt_logprobs=_echo(sequence, job.prompt_logprobs),
-                cached_tokens=sequence.num_cached or 0,
-                stamps={"queue": started - job.received, "prefill": now - started},
+                cached_tokens=cached,
+                stamps={"queue": queue_s, "prefill": seconds},
             ),
         )
         self.kv.publish(submit.namespace, submit.hashes, sequence.pages, sequence.num_known)
@@ -220,7 +260,7 @@ class CtxLoop:
             state.observe(token)
             finish = state.finish_reason(token)
             entry = None if logprob is None else TokenLogprob(logprob.token, logprob.logprob, logprob.top)
-            firsts.append(FirstToken(token, entry, finish, token if finish == "stop" else None))
+            firsts.append(FirstToken(token, entry, finish, state.stop_id(token, finish)))
         self.node.loop_stats.output_tokens += len(firsts)
         return tuple(firsts)
 
@@ -244,6 +284,7 @@ class CtxLoop:
     def _forget(self, job: _Job) -> None:
         """Every trace of it, and the loop's hold on its pages."""
         del self._jobs[job.sequence.key]
+        self._grammars.remove(job)
         self.scheduler.remove(job.sequence)
         pages = job.sequence.take_pages()
         if pages:

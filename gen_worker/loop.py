@@ -2,7 +2,8 @@
 
 A pass takes the events of the transfer thread, lets complete hand-offs join the batch, grows each running sequence by
 a page where its next token needs one, runs one step over the decode rows and, where a prefill scheduler was given,
-over chunks of local prompts, and streams all new tokens in one call.
+over chunks of local prompts (no larger than the streams bear: prefill_share.py), and streams all new tokens in one
+call. With drafts (drafting.py) a decode row verifies guesses of the tokens to come, and may bring several at once.
 
 Out of pages, the youngest gives way until the oldest fits: it loses its pages and is prefilled again over prompt and
 output, here, when they fit. Where only the prompt's tail is here that is impossible, and the request fails with
@@ -19,19 +20,24 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from tailrace.engine.sequence import Chunk, Sequence, reserve
-from tailrace.engine.step import Logprob, RowResult, SamplerState, StepPlan
-from tailrace.gen_worker.request import Request, empty_delta, request_of_handoff, token_delta, why_unusable
+from tailrace.engine.grammar import GrammarQueue, Grammars
+from tailrace.engine.sequence import Chunk, Sequence, keep_snapshot, reserve
+from tailrace.engine.step import RowResult, SamplerState, StepPlan
+from tailrace.gen_worker.drafting import Drafting, count_unfit
+from tailrace.gen_worker.prefill_share import PrefillShare
+from tailrace.gen_worker.request import Request, echo_of, empty_delta, request_of_handoff, token_delta, why_unusable
 from tailrace.gen_worker.scheduler import DecodeScheduler, Prefill
+from tailrace.gen_worker.shadow import ShadowChecks, ShadowConfig, ShadowEngine
+from tailrace.gen_worker.turns import publish_turn
+from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.kv_cache.manager import KvManager
-from tailrace.model.state_groups import GroupKind
 from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, FaultsSet, Key, LoopEvent, LoopPort
-from tailrace.transfer.messages import Delta, TokenLogprob, unpack_ids
+from tailrace.transfer.messages import Delta, PrefillSample, unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +45,8 @@ IDLE_WAIT_S = 0.2  # the progress stamp is renewed this often while there is not
 BLOCKED_WAIT_S = 0.005  # something waits for pages that another thread gives back
 
 
-class StepEngine(Protocol):
+class StepEngine(ShadowEngine, Protocol):
     """What the loop needs of engine.Engine."""
-
-    def step(self, plan: StepPlan) -> list[RowResult]: ...
-
-    def copy_pages(self, src: Seq[int], dst: Seq[int]) -> None: ...
 
     def poison(self, pages: Seq[int]) -> None: ...
 
@@ -59,6 +61,10 @@ class GenLoop:
         scheduler: the batch.
         prefill: chooses prompt chunks (local requests and recomputation); None: neither is done here.
         eos_ids: ids that end a sample.
+        grammars: None: requests with a grammar fail here.
+        hasher: with it, full blocks of what was generated are published and offered to ctx (back-flow).
+        shadow: checks some hand-offs against a computation of our own; None: none.
+        drafting: decides about guesses of tokens to come, which the engine can make; None: there are none.
         clock: monotonic seconds, the same that stamps Arrived.
     """
 
@@ -71,13 +77,21 @@ class GenLoop:
         prefill: Prefill | None,
         *,
         eos_ids: frozenset[int],
+        grammars: Grammars | None = None,
+        hasher: BlockHasher | None = None,
+        shadow: ShadowConfig | None = None,
+        drafting: Drafting | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.kv, self.node, self.scheduler, self.prefill = engine, kv, node, scheduler, prefill
-        self._eos_ids = eos_ids
+        self._eos_ids, self._hasher = eos_ids, hasher
+        self._shadow = None if shadow is None else ShadowChecks(engine, kv, shadow, node.loop_stats)
+        self._drafting = drafting
         self._clock = clock
+        self.share = PrefillShare()
         self._requests: dict[Key, Request] = {}
-        self._arrivals = 0
+        self._grammars: GrammarQueue[Request] = GrammarQueue(grammars)  # of _requests, whose grammar is being compiled
+        self._arrivals = self._computed = 0
         self._checked = True
         node.loop_stats.phase = "run"
 
@@ -93,14 +107,17 @@ class GenLoop:
         chunks = self._schedule()
         if chunks:
             self._stream(chunks, self._run(chunks))
+        checked = self._check_shadow(bool(chunks))
         self._report()
-        return bool(chunks)
+        return bool(chunks) or checked
 
     # ---------------------------------------------------------------------------------------------------------- admit
 
     def _admit(self) -> None:
         for event in self.node.poll_events():
             self._handle(event)
+        for request, why in self._grammars.ready():
+            self._enqueue(request) if why is None else self._fail(request, "grammar", why, False)
         for request in self.scheduler.admissible():
             self._join(request)
 
@@ -138,8 +155,27 @@ class GenLoop:
             self.node.ended(key, "finished")
             return
         self._requests[key] = request
+        request.fidelity, request.ctx, request.moved = event.fidelity, event.ctx, event.moved
         self._publish(request, event.pages)
-        self.scheduler.enqueue(request)
+        if not self._begin_request(request):
+            return
+        if self._shadow is not None:
+            self._shadow.offer(handoff, event.pages)
+
+    def _begin_request(self, request: Request) -> bool:
+        """Enqueue it, once its grammar is compiled. False: it cannot be followed, so the request has failed."""
+        if self._drafting is not None:
+            count_unfit(request.sequences, self.node.loop_stats.undrafted)
+        why = self._grammars.add(request, request.sequences, self._enqueue)
+        if why is not None:
+            self._fail(request, "grammar", why, False)
+        return why is None
+
+    def _enqueue(self, request: Request) -> None:
+        if request.stem is None:
+            self.scheduler.enqueue(request)
+        elif self.prefill is not None:
+            self.prefill.add(request.stem)
 
     def _arrive(self, event: Arrived) -> None:
         submit, key = event.submit, event.key
@@ -148,7 +184,13 @@ class GenLoop:
         self._checked = False
         prompt = np.array(unpack_ids(submit.prompt_ids), np.int32)
         stem = Sequence.for_prefill(
-            key, prompt, unpack_ids(submit.output_ids), submit.params, submit.samples, self._eos_ids
+            key,
+            prompt,
+            unpack_ids(submit.output_ids),
+            submit.params,
+            submit.samples,
+            self._eos_ids,
+            submit.first_sample,
         )
         if self.prefill is None or not len(prompt):
             self.node.failed(key, "refused", "no local prefill here" if len(prompt) else "the prompt is empty", False)
@@ -161,7 +203,7 @@ class GenLoop:
         stem.order, stem.received, stem.priority = self._arrivals, event.received, submit.priority
         stem.hashes, stem.namespace = submit.hashes, submit.namespace
         stem.use_cache = stem.use_cache and not submit.no_cache
-        self._requests[key] = Request(
+        request = self._requests[key] = Request(
             key,
             stem.order,
             event.received,
@@ -172,7 +214,7 @@ class GenLoop:
             submit.namespace,
             stem=stem,
         )
-        self.prefill.add(stem)
+        self._begin_request(request)
 
     def _join(self, request: Request) -> None:
         """A waiting hand-off joins the batch; its samples share the full pages and copy the open one."""
@@ -193,20 +235,23 @@ class GenLoop:
     # ----------------------------------------------------------------------------------------------------------- forks
 
     def _allocate_copies(self, num_tokens: int, num_forks: int) -> list[int] | None:
-        """Pages for the forks' own copies of the open page, none if there is no open page; None if they do not fit."""
-        if not num_forks or num_tokens % self.kv.layout.tokens_per_page == 0:
-            return []
-        return self.kv.allocate(num_forks)
+        """Pages for the forks' own copies of what is still written to: the open page, if there is one, and the state
+        pages; one fork's behind the other's. None if they do not fit."""
+        layout = self.kv.layout
+        each = layout.num_pages(num_tokens) - layout.full_pages(num_tokens)
+        return self.kv.allocate(num_forks * each) if num_forks * each else []
 
     def _fork(self, source: Sequence, forks: list[Sequence], copies: list[int]) -> None:
-        """Give each fork the source's state: a hold on the full pages, and its own copy of the open page, if any."""
-        shared = source.pages[:-1] if copies else source.pages
+        """Give each fork the source's state: a hold on the full pages, and its own copies of the others."""
+        each = len(copies) // max(1, len(forks))
+        full = len(source.pages) - each
+        shared, private = source.pages[:full], source.pages[full:]
         if copies:
-            self.engine.copy_pages([source.pages[-1]] * len(copies), copies)
+            self.engine.copy_pages(private * len(forks), copies)
         held = [page for page in shared if page != SCRATCH_PAGE]
         for i, fork in enumerate(forks):
             self.kv.hold(held)
-            fork.pages = [*shared, copies[i]] if copies else list(shared)
+            fork.pages = [*shared, *copies[i * each : (i + 1) * each]]
             fork.num_computed = source.num_computed
             self.scheduler.start(fork)
 
@@ -215,22 +260,43 @@ class GenLoop:
     def _schedule(self) -> list[Chunk]:
         grown = [sequence for sequence in self.scheduler.rows() if self._grow(sequence)]
         running = set(self.scheduler.running)
-        chunks = [Chunk(sequence, 1) for sequence in grown if sequence in running]
+        chunks = [Chunk(sequence, sequence.remaining) for sequence in grown if sequence in running]
+        if self._drafting is not None:
+            budget = self.scheduler.decode_budget - sum(chunk.num_tokens for chunk in chunks)
+            chunks = self._drafting.plan(chunks, self._draft_room, budget)
         if self.prefill is not None and len(self.prefill):
-            budget = self.scheduler.prefill_budget(len(chunks))
-            chunks += self.prefill.select(budget, self._clock(), self._reserve)
+            left = self.scheduler.prefill_budget(sum(chunk.num_rows for chunk in chunks))
+            selected = self.prefill.select(self.share.limit(len(chunks), left), self._clock(), self._reserve)
+            prompts = [chunk.up_to_snapshot() for chunk in selected]
+            chunks += prompts if self._drafting is None else map(self._drafting.asking, prompts)
         return chunks
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Make room for the sequence's next token. False if it cannot run in this pass."""
+        """Make room for the sequence's known tokens. False if it cannot run in this pass."""
         if sequence not in self.scheduler.running:  # it gave way to an older one
             return False
+        while sequence.num_known > sequence.room(self.kv.layout):
+            if not self._add_page(sequence):
+                return False
+        return True
+
+    def _draft_room(self, sequence: Sequence, count: int) -> int:
+        """How many of so many guesses its pages hold, one more page included if nobody is in need of it."""
+        if sequence.num_known + count > sequence.room(self.kv.layout):
+            needed = self.scheduler.oldest_growth(self._requests.values())
+            fresh = self.kv.allocate(1) if self.kv.available() > needed else None
+            if fresh is not None:
+                sequence.add_history_pages(fresh, self.kv.layout.num_state_pages)
+        return min(count, sequence.room(self.kv.layout) - sequence.num_known)
+
+    def _add_page(self, sequence: Sequence) -> bool:
+        """A further page for a running sequence, others give way if they must. False if it cannot run in this pass."""
         layout = self.kv.layout
-        if sequence.num_computed < len(sequence.pages) * layout.tokens_per_page:
-            return True
-        if layout.group.kind is GroupKind.WINDOW:
+        if layout.is_windowed:
             self._release(sequence.take_pages_before(layout.first_needed_page(sequence.num_computed)))
         while (fresh := self.kv.allocate(1)) is None:
+            if self._shadow is not None and self._shadow.give_way():
+                continue
             youngest = self.scheduler.youngest(self.prefill or ())
             if youngest is not None and youngest is not sequence:
                 self._preempt(youngest)
@@ -244,7 +310,7 @@ class GenLoop:
                 return False
             if sequence not in self.scheduler.running:  # its own request failed with the one that gave way
                 return False
-        sequence.pages += fresh
+        sequence.add_history_pages(fresh, layout.num_state_pages)
         return True
 
     def _alone(self, sequence: Sequence) -> bool:
@@ -260,7 +326,7 @@ class GenLoop:
         holders = [r for r in self._requests.values() if any(s.pages for s in r.sequences)]
         if holders and not self.scheduler.has_slot(max(1, len(sequence.samplers))):
             return False
-        if not reserve(self.kv, sequence, spare=self.scheduler.oldest_growth(holders)):
+        if not reserve(self.kv, sequence, self.engine.copy_pages, spare=self.scheduler.oldest_growth(holders)):
             return False
         if sequence is self._requests[sequence.key].stem:
             self.node.loop_stats.prefix_hit_tokens += sequence.num_computed
@@ -315,11 +381,16 @@ class GenLoop:
             if sequence is not request.stem:
                 stats.recomputed_positions += chunk.num_tokens
             elif request.started is None:
-                request.started = started
-        results = self.engine.step(StepPlan([chunk.sequence.row(chunk.num_tokens) for chunk in chunks]))
+                request.started, request.before = started, self._computed
+        results = self.engine.step(StepPlan([chunk.row() for chunk in chunks]))
+        if self._drafting is not None:
+            self._drafting.measure(sum(chunk.num_rows for chunk in chunks), self._clock() - started)
         if self.prefill is not None:
-            self.prefill.measure(prefilled, self._clock() - started)
+            seconds = self._clock() - started
+            self.prefill.measure(prefilled, seconds)
+            self.share.measure(sum(chunk.sequence in running for chunk in chunks), prefilled, seconds)
         stats.prompt_positions += prefilled
+        self._computed += sum(chunk.num_rows for chunk in chunks)
         return results
 
     # --------------------------------------------------------------------------------------------------------- stream
@@ -333,16 +404,17 @@ class GenLoop:
             if request is None:  # another sample of it has failed in this pass
                 continue
             if result.error is not None or any(token < 0 for token in result.tokens):
-                self._fail(request, "internal", result.error or "no token could be sampled", False)
+                self._fail(request, result.code, result.error or "no token could be sampled", False)
                 continue
             last = chunk.last
             chunk.sequence.num_computed += chunk.num_tokens
+            keep_snapshot(self.kv, chunk.sequence, self.engine.copy_pages)
             if chunk.sequence is request.stem:
                 request.prompt_logprobs += result.prompt_logprobs
                 if last:
                     deltas += self._branch(request, chunk.sequence, result, now)
             elif last:
-                deltas.append(self._advance(request, chunk.sequence, result, now))
+                deltas.append(self._advance(request, chunk, result, now))
             if not request.live and request.stem is None:
                 finished.append(request.key)
         deltas = [delta for delta in deltas if (delta.request, delta.attempt) in self._requests]
@@ -352,14 +424,24 @@ class GenLoop:
             self._forget(self._requests[key])
             self.node.ended(key, "finished")
 
-    def _advance(self, request: Request, sequence: Sequence, result: RowResult, now: float) -> Delta:
-        """One more token of a running sample, or of one whose recomputation ends here."""
-        token, state = result.tokens[0], sequence.samplers[0]
+    def _advance(self, request: Request, chunk: Chunk, result: RowResult, now: float) -> Delta:
+        """The next tokens of a running sample, or of one whose recomputation ends here: one, and the guesses that were
+        right in front of it, unless one of them ends the sample."""
+        sequence, state = chunk.sequence, chunk.sequence.samplers[0]
         since = request.received if sequence.last_token_at is None else sequence.last_token_at
         if sequence not in self.scheduler.running:
             self._settle(sequence)
-        finish = self._accept(request, sequence, token, now)
-        return token_delta(request.key, state, token, result.logprobs[0], finish, {"itl": now - since})
+        finish, taken = None, 0
+        while finish is None and taken < len(result.tokens):
+            finish = self._accept(request, sequence, result.tokens[taken], now)
+            taken += 1
+        sequence.drafts, sequence.chances = result.drafts, result.chances
+        stats = self.node.loop_stats
+        stats.drafts_verified += chunk.num_drafts
+        stats.drafts_accepted += min(taken, len(result.tokens) - 1)
+        moved, request.moved = request.moved, None
+        tokens, logprobs, stamps = result.tokens[:taken], result.logprobs[:taken], {"itl": now - since}
+        return token_delta(request.key, state, tokens, logprobs, finish, stamps, moved=moved)
 
     def _settle(self, sequence: Sequence) -> None:
         """A recomputed sequence decodes again."""
@@ -378,6 +460,9 @@ class GenLoop:
         if finish is not None:
             self.scheduler.stop(sequence)
             request.live.remove(sequence)
+            turn = None if self._hasher is None else publish_turn(self.kv, self._hasher, request, sequence)
+            if turn is not None:
+                self.node.turn_ended(turn)
             self._release(sequence.take_pages())
         return finish
 
@@ -389,31 +474,26 @@ class GenLoop:
         request.stem = None
         started = request.received if request.started is None else request.started
         stamps = {"queue": started - request.received, "prefill": now - started}
-        echo = _echo(stem, request.prompt_logprobs)
+        echo = echo_of(stem, request.prompt_logprobs)
         cached = stem.num_cached or 0
+        mine = stem.num_known - cached
+        others = max(0, self._computed - request.before - mine)
+        stats = self.node.loop_stats
+        stats.prefills.append(PrefillSample(mine, cached, others, stamps["prefill"], stamps["queue"]))
         if not stem.samplers:
             self._release(stem.take_pages())
             start = len(stem.output)
             return [
                 empty_delta(request.key, sample, start, echo if not sample else (), cached if not sample else 0, stamps)
-                for sample in range(request.samples)
+                for sample in range(request.samples)  # all there are, from 0: without tokens nothing was lost midway
             ]
         deltas: list[Delta] = []
         for state, token, logprob in zip(stem.samplers, result.tokens, result.logprobs, strict=True):
             finish = self._begin(request, stem, state, token, now)
-            first = not deltas
-            deltas.append(
-                token_delta(
-                    request.key,
-                    state,
-                    token,
-                    logprob,
-                    finish,
-                    stamps,
-                    prompt_logprobs=echo if first else (),
-                    cached_tokens=cached if first else 0,
-                )
-            )
+            if finish is None and len(stem.samplers) == 1:
+                request.live[-1].drafts, request.live[-1].chances = result.drafts, result.chances
+            once: dict[str, Any] = {} if deltas else {"prompt_logprobs": echo, "cached_tokens": cached}
+            deltas.append(token_delta(request.key, state, [token], [logprob], finish, stamps, **once))
         self._hand_down(request, stem)
         return deltas
 
@@ -444,12 +524,28 @@ class GenLoop:
             if not self._recompute(sequence):
                 return
 
+    # --------------------------------------------------------------------------------------------------- shadow check
+
+    def _check_shadow(self, busy: bool) -> bool:
+        """Run a shadow check if one is due; what differs ends its request, whatever it has sent so far."""
+        check = None if self._shadow is None else self._shadow.due(busy)
+        if self._shadow is None or check is None:
+            return False
+        started = self._clock()
+        equal = self._shadow.run(check)
+        self.node.loop_stats.shadow_seconds += self._clock() - started
+        request = self._requests.get(check.key)
+        if not equal and request is not None:
+            message = "the pages received are not those that this worker computes"
+            self._fail(request, "corrupt", message, self._shadow.config.retry)
+        return True
+
     # ------------------------------------------------------------------------------------------------------------ ends
 
     def _publish(self, request: Request, pages: Seq[int]) -> None:
         """The prompt's full blocks may serve other requests; without the pages before a window there is no prefix."""
         if request.hashes and SCRATCH_PAGE not in pages:
-            self.kv.publish(request.namespace, request.hashes, pages, request.num_tokens)
+            self.kv.publish(request.namespace, request.hashes, pages, request.num_tokens, request.fidelity)
 
     def _fail(self, request: Request, code: str, message: str, retryable: bool) -> None:
         self._forget(request)
@@ -459,6 +555,7 @@ class GenLoop:
     def _forget(self, request: Request) -> None:
         """Every trace of the request, and every page it holds."""
         del self._requests[request.key]
+        self._grammars.remove(request)
         self.scheduler.drop(request)
         for sequence in request.sequences:
             self.scheduler.stop(sequence)
@@ -494,11 +591,3 @@ class GenLoop:
         if not self._requests and not self._checked:
             self.kv.check()
             self._checked = True
-
-
-def _echo(stem: Sequence, logprobs: list[Logprob]) -> tuple[TokenLogprob, ...]:
-    """Prompt logprobs, one a prompt token; the first token has none."""
-    if stem.prompt_logprobs is None or stem.prompt is None:
-        return ()
-    first = TokenLogprob(int(stem.prompt[0]), None, ())
-    return (first, *(TokenLogprob(p.token, p.logprob, p.top) for p in logprobs))

@@ -6,15 +6,17 @@ samples share; running; or, sample by sample, being recomputed. Plain data, dies
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tailrace.engine.sequence import Sequence, sampler_states
 from tailrace.engine.step import Logprob, SamplerState
-from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout
+from tailrace.kv_cache.layout import SCRATCH_PAGE, Layout
+from tailrace.kv_cache.manager import EXACT, Fidelity
 from tailrace.transfer.loop_events import Key
-from tailrace.transfer.messages import Delta, Handoff, TokenLogprob, pack_ids, unpack_ids
+from tailrace.transfer.messages import Delta, Handoff, Moved, TokenLogprob, pack_ids, unpack_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +28,14 @@ class Request:
         live: samples that have not ended.
         stem: the shared local prefill; None once the samples exist.
         started: clock of the stem's first chunk.
+        before: tokens that the worker had computed until then.
         samples: number of samples asked for.
         num_tokens: tokens whose state was handed over, or is the stem's to compute.
+        fidelity: of that state.
+        scope: of its block hashes.
+        tail: the last prompt ids, of a hand-off.
+        ctx: boot id of the worker that prefilled it.
+        moved: how its pages came; goes with the first delta.
     """
 
     key: Key
@@ -42,6 +50,12 @@ class Request:
     stem: Sequence | None = None
     started: float | None = None
     prompt_logprobs: list[Logprob] = field(default_factory=list)
+    fidelity: Fidelity = EXACT
+    scope: str = ""
+    tail: list[int] = field(default_factory=list)
+    ctx: str = ""
+    before: int = 0
+    moved: Moved | None = None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -65,9 +79,16 @@ def request_of_handoff(
         handoff.num_tokens,
         handoff.hashes,
         handoff.namespace,
+        scope=handoff.scope,
+        tail=tail,
     )
     states = sampler_states(
-        handoff.params, range(handoff.samples), handoff.num_prompt_tokens, eos_ids, handoff.counts, output
+        handoff.params,
+        range(handoff.first_sample, handoff.first_sample + handoff.samples),
+        handoff.num_prompt_tokens,
+        eos_ids,
+        handoff.counts,
+        output,
     )
     for state, token, finished in zip(states, handoff.first_tokens, handoff.finished, strict=True):
         if finished:
@@ -94,7 +115,7 @@ def request_of_handoff(
     return request
 
 
-def why_unusable(handoff: Handoff, pages: tuple[int, ...], layout: PageLayout) -> str | None:
+def why_unusable(handoff: Handoff, pages: tuple[int, ...], layout: Layout) -> str | None:
     """What makes a hand-off impossible to decode, or None. Without this, missing pages would become wrong tokens."""
     expected = layout.num_pages(handoff.num_tokens)
     if handoff.num_tokens < 1 or len(pages) != expected:
@@ -111,27 +132,30 @@ def why_unusable(handoff: Handoff, pages: tuple[int, ...], layout: PageLayout) -
 def token_delta(
     key: Key,
     state: SamplerState,
-    token: int,
-    logprob: Logprob | None,
+    tokens: Seq[int],
+    logprobs: Seq[Logprob | None],
     finish: str | None,
     stamps: dict[str, float],
     *,
     prompt_logprobs: tuple[TokenLogprob, ...] = (),
     cached_tokens: int = 0,
+    moved: Moved | None = None,
 ) -> Delta:
-    """One new token, already observed by `state`. A token that ends its sample is in `ids` and named by `stop_id`."""
+    """New tokens, at least one, already observed by `state`; the last may end its sample: it is in `ids` and named by
+    `stop_id`."""
     return Delta(
         request=key[0],
         attempt=key[1],
         sample=state.sample,
-        start=state.num_output_tokens - 1,
-        ids=pack_ids((token,)),
-        logprobs=() if logprob is None else (TokenLogprob(logprob.token, logprob.logprob, logprob.top),),
+        start=state.num_output_tokens - len(tokens),
+        ids=pack_ids(tokens),
+        logprobs=tuple(TokenLogprob(p.token, p.logprob, p.top) for p in logprobs if p is not None),
         finish=finish,
-        stop_id=token if finish == "stop" else None,
+        stop_id=state.stop_id(tokens[-1], finish),
         prompt_logprobs=prompt_logprobs,
         cached_tokens=cached_tokens,
         stamps=stamps,
+        moved=moved,
     )
 
 
@@ -140,3 +164,11 @@ def empty_delta(
 ) -> Delta:
     """The only delta of a sample with max_tokens 0."""
     return Delta(key[0], key[1], sample, start, b"", (), "length", None, prompt_logprobs, cached, stamps)
+
+
+def echo_of(stem: Sequence, logprobs: list[Logprob]) -> tuple[TokenLogprob, ...]:
+    """Prompt logprobs, one a prompt token; the first token has none."""
+    if stem.prompt_logprobs is None or stem.prompt is None:
+        return ()
+    first = TokenLogprob(int(stem.prompt[0]), None, ())
+    return (first, *(TokenLogprob(p.token, p.logprob, p.top) for p in logprobs))

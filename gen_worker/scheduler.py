@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tailrace.engine.sequence import Chunk, Sequence
 from tailrace.gen_worker.request import Request
-from tailrace.kv_cache.layout import PageLayout
+from tailrace.kv_cache.layout import Layout
 
 
 class Prefill(Protocol):
@@ -39,6 +39,11 @@ class Prefill(Protocol):
     def select(self, budget: int, now: float, reserve: Callable[[Sequence], bool]) -> list[Chunk]: ...
 
 
+def decode_rows(max_batch_size: int, max_num_tokens: int, max_drafts: int = 0) -> int:
+    """Decode rows of a pass at most, so that three quarters of it hold all their known tokens."""
+    return max(1, min(max_batch_size, max_num_tokens * 3 // 4 // (1 + max_drafts)))
+
+
 class DecodeScheduler:
     """The batch of one gen worker.
 
@@ -47,13 +52,21 @@ class DecodeScheduler:
         max_batch_size: decode rows of a pass at most.
         max_num_tokens: tokens of a pass; at least a quarter of them is left to prefill, so decode rows are limited to
             three quarters of it.
+        max_drafts: guesses that a row may verify; as many known tokens may stand in its next row.
         max_gen_init_admissions_per_pass: hand-offs that may join the batch in one pass.
     """
 
     def __init__(
-        self, layout: PageLayout, *, max_batch_size: int, max_num_tokens: int, max_gen_init_admissions_per_pass: int
+        self,
+        layout: Layout,
+        *,
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_gen_init_admissions_per_pass: int,
+        max_drafts: int = 0,
     ) -> None:
-        self.max_rows = max(1, min(max_batch_size, max_num_tokens * 3 // 4))
+        self.decode_budget = max_num_tokens * 3 // 4
+        self.max_rows = decode_rows(max_batch_size, max_num_tokens, max_drafts)
         self.running: list[Sequence] = []  # oldest first
         self.waiting: list[Request] = []  # hand-offs, in order of admission
         self._layout = layout
@@ -97,8 +110,9 @@ class DecodeScheduler:
         """Sequences that decode in this pass, oldest first."""
         return self.running[: self.max_rows]
 
-    def prefill_budget(self, num_rows: int) -> int:
-        return self._max_num_tokens - num_rows
+    def prefill_budget(self, num_tokens: int) -> int:
+        """Prompt tokens of a pass whose decode rows have so many tokens."""
+        return self._max_num_tokens - num_tokens
 
     def youngest(self, prefilling: Iterable[Sequence]) -> Sequence | None:
         """The youngest sequence that has pages: it gives way when the pool is full."""
