@@ -17,9 +17,11 @@ from tailrace.model.errors import ClientError, TailraceError
 STATUS_OF_CODE = {
     "timeout": 504,
     "internal": 500,
+    "grammar": 400,  # the client's, and too complex
     "out_of_pages": 503,
     "expired": 503,
     "transfer": 503,
+    "corrupt": 503,
     "lost": 503,
     "refused": 503,
     "not_posted": 503,

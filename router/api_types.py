@@ -8,14 +8,24 @@ are refused). What depends on the model or the cluster (vocabulary, longest requ
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError
 
 from tailrace.model.errors import ClientError
 from tailrace.model.sampling_params import MAX_LOGPROBS
 from tailrace.router.api_errors import validation_error
+from tailrace.router.body import Body
+from tailrace.router.output_types import (
+    MAX_TOOLS,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 MAX_SAMPLES = 128
 MAX_PROMPTS = 1024
@@ -27,17 +37,6 @@ SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _Prompt = str | list[int]
-
-
-class Body(BaseModel):
-    """Base of all bodies and the objects inside them."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, data: object) -> object:
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
 
 
 B = TypeVar("B", bound=Body)
@@ -168,16 +167,28 @@ def _not_available(value: object) -> object:
     return value
 
 
-def _response_format(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text":
-        raise ValueError(f"type {str(kind)[:40]!r} is not available yet; only 'text' is")
+def _replaced(value: object) -> object:
+    if value not in ([], {}, "none"):
+        raise ValueError("not supported; `tools` and `tool_choice` have replaced it")
     return value
 
 
-NotYet = Annotated[Any, BeforeValidator(_not_available)]
-Stop = Annotated[tuple[str, ...], BeforeValidator(_stop)]
-Ids = Annotated[Any, BeforeValidator(_ids)]
+Replaced = Annotated[Any, BeforeValidator(_replaced)]
+# What is read of these is described for /openapi.json by the types beside their checks.
+_StopText = Annotated[str, Field(min_length=1)]
+_Text = Annotated[str, Field(min_length=1)]
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
+_IdList = Annotated[list[_Id], Field(min_length=1)]
+_Batch = Annotated[list[_Text] | list[_IdList], Field(min_length=1, max_length=MAX_PROMPTS)]
+_StopInput = _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOP_STRINGS)]
+_IdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_BiasInput = Annotated[dict[_IdText, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)]
+
+Stop = Annotated[tuple[str, ...], BeforeValidator(_stop, json_schema_input_type=_StopInput)]
+Ids = Annotated[Any, BeforeValidator(_ids, json_schema_input_type=list[_Id])]
+Prompts = Annotated[Any, BeforeValidator(_prompts, json_schema_input_type=_Text | _IdList | _Batch)]
+Bias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_bias, json_schema_input_type=_BiasInput)]
+Role = Annotated[str, BeforeValidator(_role, json_schema_input_type=Literal[_ROLES])]
 
 # -------------------------------------------------------------------------------------------------------------- bodies
 
@@ -198,7 +209,7 @@ class SamplingBody(Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_bias)] = ()
+    logit_bias: Bias = ()
     seed: int | None = Field(None, ge=SEED_MIN, le=SEED_MAX)
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
     stop: Stop = ()
@@ -207,22 +218,33 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    response_format: Annotated[Any, BeforeValidator(_response_format)] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = Field(None, min_length=1)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=256)
     timeout_s: float | None = Field(None, gt=0, le=86_400)
     conversation_id: str | None = Field(None, min_length=1, max_length=256)
     user: str | None = None
     return_token_ids: bool = False
+    receipt: bool = False
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
 
 
 class Message(Body):
     """One message of a conversation. `developer` is what newer clients call `system`."""
 
-    role: Annotated[str, BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_content)] = ""
+    role: Role
+    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])] = ""
     name: str | None = None
-    tool_calls: NotYet = None
+    tool_calls: list[ToolCall] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -230,6 +252,10 @@ class Message(Body):
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         if self.name is not None:
             plain["name"] = self.name
+        if self.tool_calls:
+            plain["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
         return plain
 
 
@@ -240,12 +266,15 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
-    tools: NotYet = None
-    functions: NotYet = None
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool = True
+    functions: Replaced = None
+    function_call: Replaced = None
 
 
 class CompletionBody(SamplingBody):
-    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    prompt: Prompts
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES)
@@ -259,6 +288,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=65_536)
     add_special_tokens: bool = True
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 

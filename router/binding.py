@@ -18,7 +18,8 @@ from tailrace.router.admission import retry_after_s
 from tailrace.router.ledger import POOL
 from tailrace.router.policies import GenCandidate, choose_gen
 from tailrace.router.records import PendingBind, Record, RouterState
-from tailrace.router.workers import DEFAULT_TRANSFER_BYTES_PER_S, Worker
+from tailrace.router.worker import Worker
+from tailrace.router.workers import DEFAULT_TRANSFER_BYTES_PER_S
 from tailrace.transfer.loop_events import Key
 from tailrace.transfer.messages import Bind, Bound, Cancel, NotNow, PeerAddress, Progress, Unbind
 from tailrace.transfer.request_state import Event
@@ -29,6 +30,9 @@ TRANSFER_MARGIN_S = 0.005
 MIN_ASK_AGAIN_S, MAX_ASK_AGAIN_S = 0.02, 5.0
 JUST_SAID_S = 1.0
 UNPAIRED_PAIR_WAITS = 2  # a pair that broke is made anew meanwhile; after that the request is better placed elsewhere
+
+
+PASSING = ("pages", "headroom", "pair", "draining", "busy", "decoding")  # why a gen says no that may say yes later
 
 
 class Binder:
@@ -45,17 +49,21 @@ class Binder:
         state, key = self.state, (frame.request, frame.attempt)
         record = state.records.get(key)
         if record is None:
-            if key not in state.ended:
+            if key not in state.ended and not frame.read:
                 ctx.foreign_progress[key] = frame
             return
         if record.worker != ctx.boot or record.leg != "prefill":
             state.counters["stale_frames"] += 1
             return
-        record.progress, record.worker_done = frame, False
         state.prefill.reduce(key, frame.tokens_total - frame.tokens_ready)
+        if frame.read:
+            return
+        record.progress, record.worker_done = frame, False
         record.note(Event.START)
         if frame.tokens_ready >= frame.tokens_total:
             record.note(Event.PREFILL_END)
+            state.migrations.in_flight.give_back(key)
+            state.unexpect(record)
         self.reunited(record, now)
         if self._is_time(record, ctx):
             self._make_ready(record)
@@ -68,7 +76,7 @@ class Binder:
             return False
         if record.bind_ready or frame.last_launched or frame.tokens_ready >= frame.tokens_total:
             return True
-        gens = [g for g in self.state.workers if g.decodes and self.state.paired(g, ctx.boot)]
+        gens = [g for g in self.state.workers.readers(ctx.boot).values() if g.decodes]
         wire = min((r for g in gens if (r := g.transfer_rate)), default=DEFAULT_TRANSFER_BYTES_PER_S)
         transfer_s = frame.tokens_total * ctx.bytes_per_token / wire + TRANSFER_MARGIN_S
         chunk_s = ctx.register.max_num_tokens / self.state.workers.rate(ctx)
@@ -88,7 +96,22 @@ class Binder:
         record.gen, record.bound_at, record.bound_seq = gen.boot, now, record.pending.seq
         record.pending, record.seen, record.pages, record.no_reader_at = None, False, frame.pages, None
         state.pages.give_back(key)
-        gen.free_pages -= frame.pages
+        state.migrations.in_flight.give_back(key)  # its prefill is near its end, and ctx says no more of it
+        state.workers.set_free_pages(gen, gen.free_pages - frame.pages)
+        state.pair_used[gen.boot, record.worker] = now
+        record.note(Event.BIND)
+        state.tell_placed(record, "decode", gen)
+
+    def adopt(self, record: Record, gen: Worker, pages: int, now: float) -> None:
+        """A gen's whole set has a request that was taken over and of which ctx says nothing: a former router bound it
+        there, and died before its ingress heard of it."""
+        state, key = self.state, record.key
+        if not record.place.at or record.gen or record.pending is not None or record.progress is not None:
+            return
+        record.gen, record.bound_at, record.seen, record.pages = gen.boot, now, True, pages
+        state.pages.give_back(key)
+        state.migrations.in_flight.give_back(key)
+        state.seats.claim(key, gen.boot, 1)
         state.pair_used[gen.boot, record.worker] = now
         record.note(Event.BIND)
         state.tell_placed(record, "decode", gen)
@@ -97,20 +120,28 @@ class Binder:
         state = self.state
         state.counters["not_now"] += 1
         if frame.why in ("pages", "headroom"):
-            gen.free_pages = frame.free
+            state.workers.set_free_pages(gen, frame.free)
         elif frame.why == "pair":
             record = state.records.get((frame.request, frame.attempt))
             if record is not None:
-                gen.pairs.discard(record.worker)
+                state.workers.unpair(gen, record.worker)
         elif frame.why == "draining":
-            gen.draining = True
+            state.workers.drain(gen)
         retry_s = frame.retry_s if math.isfinite(frame.retry_s) else MAX_ASK_AGAIN_S
         record = state.records.get((frame.request, frame.attempt))
         self._passed_over(record, gen.boot, retry_s, now)
-        if record is not None and frame.why == "too_large":
-            record.not_before[gen.boot] = math.inf
-            self._count_failure(record, f"too large for {gen.name}")
+        if record is not None and record.gen != gen.boot and frame.why not in PASSING:
+            self._never(record, gen, frame.why, now)
         self.pump(now)
+
+    def _never(self, record: Record, gen: Worker, why: str, now: float) -> None:
+        """This gen will not take this attempt, today or tomorrow; if no other may, its ingress makes another."""
+        record.not_before[gen.boot] = math.inf
+        reason = f"{gen.name} says {why}"
+        if all(record.not_before.get(g.boot) == math.inf for g in self.state.workers.decoders(now)):
+            self._give_up(record, reason)
+        else:
+            self._count_failure(record, reason)
 
     def unbind(self, gen: Worker, frame: Unbind, now: float) -> None:
         """A gen gave up after it was bound, and the pages are still at ctx."""
@@ -120,7 +151,7 @@ class Binder:
         if record.pending is not None and record.pending.gen == gen.boot:
             self._passed_over(record, gen.boot, 1.0, now)
         elif record.gen == gen.boot and record.leg == "prefill":
-            gen.free_pages += record.pages
+            state.workers.set_free_pages(gen, gen.free_pages + record.pages)
             record.not_before[gen.boot] = now + 1.0
             self._lose_gen(record)
             if record.worker_done:
@@ -133,8 +164,11 @@ class Binder:
     def _count_failure(self, record: Record, reason: str) -> None:
         record.failed_binds += 1
         if record.failed_binds >= self.state.settings.max_binds_per_attempt:
-            log.error("bind_failed", extra={"fields": {"request": record.place.request, "reason": reason}})
-            self.state.refuse(record, "bind_failed", retry_after_s(0.0))
+            self._give_up(record, reason)
+
+    def _give_up(self, record: Record, reason: str) -> None:
+        log.error("bind_failed", extra={"fields": {"request": record.place.request, "reason": reason}})
+        self.state.refuse(record, "bind_failed", retry_after_s(0.0))
 
     # ---------------------------------------------------------------------------------------------------- deaths, time
 
@@ -162,6 +196,7 @@ class Binder:
         for record in list(state.records.values()):
             if record.pending is not None and now - record.pending.since > settings.bind_timeout_s:
                 state.counters["bind_timeouts"] += 1
+                state.at_fault(record.pending.gen)
                 self._passed_over(record, record.pending.gen, settings.bind_timeout_s, now)
             elif record.gen_died_at is not None and now - record.gen_died_at > settings.reunite_s:
                 state.refuse(record, "gen_lost", retry_after_s(0.0))
@@ -201,6 +236,8 @@ class Binder:
         state = self.state
         record.worker_done = True
         state.prefill.give_back(record.key)
+        state.migrations.in_flight.give_back(record.key)
+        state.unexpect(record)
         state.unbound.pop(record.key, None)
         if not record.gen and record.pending is None:
             state.pages.give_back(record.key)
@@ -238,6 +275,9 @@ class Binder:
         if record is None or record.pending is None or record.pending.gen != boot:
             return
         record.pending = None
+        gen = self.state.workers.get(boot)
+        if gen is not None:
+            self.state.workers.breakers.ended(gen.name, record.key)
         self.state.seats.give_back(record.key)
         if record.worker_done:
             self.state.pages.give_back(record.key)
@@ -259,11 +299,12 @@ class Binder:
         """Ask gens for every unbound request that can be bound now, elders first."""
         state = self.state
         promised: Counter[str] = Counter()  # pages that elders wait for
-        gens = state.workers.decoders(now) if state.unbound else []
+        usable = state.workers.decoders(now).boots if state.unbound else frozenset()
         for key, record in list(state.unbound.items()):
             ctx = state.workers.get(record.worker)
             if ctx is None:
                 continue
+            cached, size = state.find_cached(record.place), state.block_tokens / record.place.num_tokens
             paired = [
                 GenCandidate(
                     g.boot,
@@ -271,14 +312,16 @@ class Binder:
                     g.pages_for(record.place.num_tokens, record.place.samples),
                     state.active(g),
                     g.last_chosen,
+                    cached.blocks(g.boot) * size,
                 )
-                for g in gens
-                if state.paired(g, ctx.boot)
+                for g in sorted(state.workers.readers(ctx.boot).values(), key=lambda gen: gen.order)
+                if g.boot in usable
             ]
             paired = [c for c in paired if c.boot not in record.place.exclude] or paired
             if paired:
                 record.unpaired_since = None
-            boot = choose_gen([c for c in paired if record.not_before.get(c.boot, 0.0) <= now])
+            askable = [c for c in paired if record.not_before.get(c.boot, 0.0) <= now]
+            boot = choose_gen([c for c in askable if self._admitted(c.boot, now)])
             if boot is not None:
                 self._ask(record, ctx, boot, now)
                 del state.unbound[key]
@@ -288,6 +331,11 @@ class Binder:
             else:
                 state.wanted.add(ctx.boot)
                 record.unpaired_since = record.unpaired_since or now
+
+    def _admitted(self, boot: str, now: float) -> bool:
+        """Asked again for each request, for a half open breaker lets one through."""
+        gen = self.state.workers.get(boot)
+        return gen is not None and self.state.workers.breakers.admits(gen.name, now)
 
     def _ask(self, record: Record, ctx: Worker, boot: str, now: float) -> None:
         state, frame = self.state, record.place
@@ -304,7 +352,7 @@ class Binder:
             state.pages.claim(record.key, boot, needed)
         state.seats.claim(record.key, boot, 1)
         state.pair_used[boot, ctx.boot] = now
-        state.chosen(gen)
+        state.chosen(gen, record.key)
         at = ctx.register
         state.send(
             boot,

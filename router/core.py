@@ -18,14 +18,16 @@ from typing import Any
 
 from tailrace.model.errors import LedgerError, ProtocolError
 from tailrace.router.binding import Binder
+from tailrace.router.decisions import Entry
 from tailrace.router.epochs import Verdict
 from tailrace.router.pairing import assign_pairs
 from tailrace.router.placing import Placer
-from tailrace.router.records import Action, Close, Exit, Ingress, Record, RouterState
+from tailrace.router.records import INGRESS_LOST, Action, Close, Exit, Ingress, Record, RouterState
 from tailrace.router.settings import RouterSettings
-from tailrace.router.workers import Worker
+from tailrace.router.worker import Worker
 from tailrace.transfer.messages import (
     Bound,
+    CacheEvent,
     Deaths,
     Done,
     Drain,
@@ -56,11 +58,16 @@ class RouterCore:
         boot: this router's random boot id.
         settings: its limits.
         clock: monotonic seconds.
+        log_decision: is told each decision when its request has ended; None: they are not kept.
     """
 
-    def __init__(self, boot: str, settings: RouterSettings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, boot: str, settings: RouterSettings, clock: Callable[[], float],
+        *, log_decision: Callable[[Entry], None] | None = None,
+    ) -> None:  # fmt: skip
         self.clock, self.settings = clock, settings
         self.state = RouterState(boot, settings, clock)
+        self.state.log_decision = log_decision
         self.placer = Placer(self.state)
         self.binder = Binder(self.state)
         self._repaired_at = clock()
@@ -73,6 +80,7 @@ class RouterCore:
             NotNow: self._not_now,
             Unbind: self._unbind,
             Drain: self._drain,
+            CacheEvent: self._cache_event,
         }
 
     def take(self) -> list[Action]:
@@ -88,16 +96,19 @@ class RouterCore:
         if role == "ingress":
             ingress = state.ingresses.setdefault(boot, Ingress(boot, process))
             ingress.linked = True
+            if dead := state.workers.dead:  # it may have been without a link when they were declared so
+                state.send(boot, Deaths(dead))
 
     def link_down(self, boot: str) -> None:
         """The last link of a boot id is gone. It may dial again; until then it gets no new work."""
         state, now = self.state, self.clock()
         state.workers.link_down(boot, now)
+        state.feed.link_down(boot)
         self.binder.gen_link_down(boot, now)
         ingress = state.ingresses.get(boot)
         if ingress is not None:
             ingress.linked, ingress.lost_at = False, now
-            for key in [k for k in ingress.keys if k in state.queue]:
+            for key in [k for k in ingress.keys if k in state.queue or k in state.migrations]:
                 state.forget(state.records[key])  # it asks again when it is back
 
     def frame(self, boot: str, frame: object) -> None:
@@ -125,9 +136,10 @@ class RouterCore:
                 if state.workers.is_dead(boot):
                     return
                 raise ProtocolError(f"{type(frame).__name__} before Register")
-            worker.heard_at = now
+            state.workers.heard(worker, now)
             handler(worker, frame, now)
-        if len(state.queue):
+        state.refresh_shortlists()
+        if len(state.queue) or len(state.migrations):
             self.placer.pump(now)
 
     def tick(self) -> None:
@@ -138,9 +150,12 @@ class RouterCore:
         for ingress in [i for i in state.ingresses.values() if not i.linked]:
             if now - ingress.lost_at > self.settings.request_lease_s + 1.0:
                 for key in tuple(ingress.keys):
-                    state.forget(state.records[key], "ingress_lost")
+                    state.forget(state.records[key], INGRESS_LOST)
                 del state.ingresses[ingress.boot]
         self.binder.tick(now)
+        state.feed.tick(now)
+        state.refresh_shortlists()
+        self.placer.look_ahead(now)
         self.placer.expire(now)
         self.placer.pump(now)
         if state.wanted and now - self._repaired_at >= REPAIR_PERIOD_S:
@@ -155,8 +170,12 @@ class RouterCore:
         if state.workers.is_dead(boot):
             return
         worker = state.workers.bury(boot, now)
+        state.feed.died(boot)
+        state.load_changed(boot)
         if worker is None:
             return
+        if not worker.draining:
+            state.workers.breakers.died(worker.name, now)
         log.warning("worker_dead", extra={"fields": {"worker": worker.name, "boot": boot, "reason": reason}})
         news = Deaths((boot,))
         for other in state.workers:
@@ -196,6 +215,10 @@ class RouterCore:
             raise ProtocolError(f"Register of boot {frame.boot} on the link of boot {boot}")
         if frame.duty not in ("ctx", "gen", "both") or frame.tokens_per_page < 1:
             raise ProtocolError(f"Register with duty {frame.duty!r}, tokens_per_page {frame.tokens_per_page}")
+        block, page = frame.compat.block_tokens, frame.tokens_per_page
+        granule = max(block, page)
+        if block < 1 or granule % min(block, page):
+            raise ProtocolError(f"Register with {page} tokens a page and {block} a block: neither divides the other")
         if state.workers.is_dead(boot):
             self._told_epoch(frame.epoch, frame.router_boot)
             state.send(boot, Epoch(state.epoch.number, state.boot))  # else it would not believe what follows
@@ -207,10 +230,13 @@ class RouterCore:
         log.info("worker_registered", extra={"fields": {"worker": frame.worker, "boot": boot, "duty": frame.duty}})
         if not self._told_epoch(frame.epoch, frame.router_boot):  # first of all: it drops what comes before
             state.send(boot, Epoch(state.epoch.number, state.boot))
+        state.block_tokens = block
         for former in replaced:
             self.declare_dead(former, f"replaced by boot {boot}")
         if boot not in self._pair(now) and frame.duty in ("gen", "both"):
             self._send_peers(boot)
+        state.feed.linked(boot, granule // block, now)
+        state.load_changed(boot)
 
     def _told_epoch(self, number: int, router_boot: str) -> bool:
         """True if every worker has just been told a new number."""
@@ -234,11 +260,18 @@ class RouterCore:
         if frame.boot != worker.boot:
             raise ProtocolError(f"Heartbeat of boot {frame.boot} on the link of boot {worker.boot}")
         self.state.workers.heartbeat(worker, frame, now)
+        self.state.feed.heartbeat(worker.boot, frame.cache_sequence, now)
+        self.state.load_changed(worker.boot)
         if self.state.unbound:
             self.binder.pump(now)
 
+    def _cache_event(self, worker: Worker, frame: CacheEvent, now: float) -> None:
+        if frame.boot != worker.boot:
+            raise ProtocolError(f"CacheEvent of boot {frame.boot} on the link of boot {worker.boot}")
+        self.state.feed.event(worker.boot, frame, now)
+
     def _drain(self, worker: Worker, frame: Drain, now: float) -> None:
-        worker.draining = True
+        self.state.workers.drain(worker)
         log.info("worker_draining", extra={"fields": {"worker": worker.name, "limit_s": frame.limit_s}})
 
     # -------------------------------------------------------------------------------------------------- workers' belief
@@ -247,7 +280,9 @@ class RouterCore:
         """The whole set of a worker replaces what was believed of it, up to the last frame that it had handled."""
         state = self.state
         held = {(h.request, h.attempt): h for h in frame.requests}
-        worker.foreign = {key: h for key, h in held.items() if key not in state.records and key not in state.ended}
+        foreign = {key: h for key, h in held.items() if key not in state.records and key not in state.ended}
+        state.workers.hold(worker, foreign)
+        state.load_changed(worker.boot)
         worker.foreign_progress = {k: p for k, p in worker.foreign_progress.items() if k in worker.foreign}
         for record in [r for r in state.records.values() if worker.boot in (r.worker, r.gen)]:
             mine = held.get(record.key)
@@ -257,6 +292,9 @@ class RouterCore:
                 record.seen = True
             elif record.seen or record.bound_seq <= frame.seen:
                 state.seats.give_back(record.key)  # ended there; its ingress will say so
+        for key, mine in held.items():
+            if mine.leg == "decode" and key in state.records:
+                self.binder.adopt(state.records[key], worker, mine.pages, now)
         self.binder.lost_bind(worker, frame.seen, set(held), now)
         self.binder.pump(now)
 
@@ -267,18 +305,23 @@ class RouterCore:
             if held.seconds_left is not None and (record.leg == "local" or record.gen):
                 state.prefill.reduce(record.key, int(held.seconds_left * state.workers.rate(worker)))
             if record.leg == "local":
+                if held.seconds_left == 0.0:
+                    state.migrations.in_flight.give_back(record.key)
                 state.pages.reduce(record.key, record.pages - held.pages)
                 return
             record.worker_done = False
             if held.needs > 0:
                 self.binder.reunited(record, now)
         elif record.leg == "local" and record.seen:
+            state.migrations.in_flight.give_back(record.key)
             state.prefill.give_back(record.key)
             state.pages.give_back(record.key)
             state.seats.give_back(record.key)
-        elif record.leg == "prefill" and record.progress is not None and not record.worker_done:
+        elif record.leg == "prefill" and (record.progress is not None or record.gen) and not record.worker_done:
             self.binder.first_leg_over(record)
             self.binder.released(record)
+            if record.gen:  # a gen has taken all of it
+                state.workers.breakers.success(worker.name, record.key)
 
     def _progress(self, worker: Worker, frame: Progress, now: float) -> None:
         self.binder.progress(worker, frame, now)
@@ -310,10 +353,23 @@ class RouterCore:
         record = self.state.records.get((frame.request, frame.attempt))
         if record is None:
             return  # the first terminal report has returned the claims
+        for boot in frame.faults:
+            self.state.at_fault(boot)
         self.state.counters[f"done_{frame.outcome}"] += 1
         record.note(Event.CANCEL)
-        self.state.forget(record, frame.outcome)
+        record.timing = frame.timing
+        self.state.forget(record, frame.outcome, self._served(record, frame))
         self.binder.pump(now)
+
+    def _served(self, record: Record, frame: Done) -> int:
+        """Tokens that its tenant pays for: what its ingress got, and for a client that left, at least what was computed
+        for it."""
+        if frame.outcome == "finished" and not record.migrates:
+            self.state.tenants.learn(record.tenant, frame.output_tokens, record.place.samples)
+        served = frame.prompt_tokens + frame.output_tokens
+        if frame.outcome == "cancelled" and record.leg and not record.migrates:
+            served = max(served, record.place.num_tokens - self.state.prefill.amount(record.key))
+        return served
 
     # ------------------------------------------------------------------------------------------------------------ pairs
 
@@ -355,7 +411,9 @@ class RouterCore:
     def check(self) -> None:
         """Raises LedgerError if a claim has no record, or a total is wrong. For tests, and when nothing is going on."""
         state = self.state
-        for claims in (state.prefill, state.pages, state.seats):
+        books = (state.prefill, state.pages, state.seats, state.rows, state.migrations.in_flight)
+        for claims in books:
             claims.check()
-        if not state.records and (state.prefill.sum or state.pages.sum or state.seats.sum or len(state.queue)):
+        waiting = len(state.queue) + len(state.migrations)
+        if not state.records and (waiting or any(claims.sum for claims in books)):
             raise LedgerError("claims without a record")

@@ -83,19 +83,18 @@ class EventWriter:
         self._closed: set[int] = set()
 
     def pending(self, flows: Sequence[Flow]) -> str:
-        """The new events. From now on these tokens count as delivered."""
+        """The new events."""
         out: list[str] = []
         for number_of_flow, flow in enumerate(flows):
             for sample in flow.samples:
                 choice = number_of_flow * self._reply.samples + sample.index
                 if choice not in self._closed and (sample.pieces or sample.finish is not None):
-                    flow.delivered = True
                     self._sample(choice, flow, sample, out)
         return "".join(out)
 
-    def end(self, flows: Sequence[Flow]) -> str:
+    def end(self, flows: Sequence[Flow], comment: str = "") -> str:
         """What follows the last token of a stream that ended well."""
-        return (self._form.usage(flows) if self._reply.with_usage else "") + DONE
+        return (self._form.usage(flows) if self._reply.with_usage else "") + comment + DONE
 
     def _sample(self, choice: int, flow: Flow, sample: Sample, out: list[str]) -> None:
         if choice not in self._opened:

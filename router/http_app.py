@@ -1,6 +1,7 @@
 """The HTTP application: paths, and for each what is read, asked of the ingress and sent back.
 
     /v1/chat/completions /v1/completions /v1/models /tokenize /detokenize     clients
+    /openapi.json                                                             this API, described
     /health (this process lives)  /ready (the cluster can serve)              probes
     /metrics /cluster                                                         operators, unless switched off here
 
@@ -14,7 +15,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,14 +26,28 @@ from starlette.routing import Route
 
 from tailrace.model.errors import ClientError
 from tailrace.router.api_errors import RequestFailed, error_body, reply_to
-from tailrace.router.api_types import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody, parse_body
+from tailrace.router.api_types import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    SamplingBody,
+    TokenizeBody,
+    parse_body,
+)
 from tailrace.router.chat import ChatFormat
+from tailrace.router.chat_tools import ToolChatFormat
 from tailrace.router.completions import CompletionFormat
+from tailrace.router.cors import cors
 from tailrace.router.formats import EventWriter, Format, Reply, error_event
 from tailrace.router.http_exchange import ClientGone, Head, Keys, read_body, send_bytes, send_json
 from tailrace.router.ingress import Ask, Caller, Generation, IngressService
+from tailrace.router.openapi import describe
+from tailrace.router.output_form import OutputForm
+from tailrace.router.output_types import Tool
+from tailrace.router.receipt import HEADER, comment, receipt
 from tailrace.router.sampling import check_before_tokenizing, check_ids, sampling_params, wanted_logprobs
-from tailrace.router.sse import EventStream, Headers, Receive, Send, until_gone
+from tailrace.router.sse import CLOSE_AFTER, EventStream, Headers, Receive, Send, until_gone
 from tailrace.router.stop_strings import StopStrings
 from tailrace.router.tokenization import ChatPrompt, IdsPrompt, Prompt, PromptSource, TextPrompt
 
@@ -90,12 +105,17 @@ class Completion(Exchange):
 
     kind: type[SamplingBody]
     id_prefix: str
+    form = OutputForm()  # of the body, once it is read
+    close_after: Callable[[], None] | None = None  # as the server gives it
 
     async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         tenant = self.head.tenant(self.keys)
-        body: SamplingBody = await self.parsed(self.kind, await self.body(receive))
+        self.close_after = scope.get("state", {}).get(CLOSE_AFTER)
+        data = await self.body(receive)
+        body: SamplingBody = await self.parsed(self.kind, data)
         self.check_model(body.model)
         check_before_tokenizing(body, self.service.limits)
+        self.form = await self.service.forms.of(body, len(data))
         sources = self.sources(body)
         with self.service.slots(len(sources)):
             await until_gone(self._serve(body, sources, tenant, send), receive)
@@ -115,17 +135,10 @@ class Completion(Exchange):
             deadline=None if body.timeout_s is None else self.arrived + body.timeout_s,
         )
         limits = self.service.limits
-        prompts = await asyncio.gather(
-            *(
-                self.service.tokenization.prompt(
-                    source, limit=limits.max_request_tokens, tenant=tenant, cache_salt=body.cache_salt
-                )
-                for source in sources
-            )
-        )
+        prompts = await self._prompts(sources, tenant, body.cache_salt)
         stops = StopStrings(body.stop) if body.stop else None
         asks = [
-            Ask(prompt, sampling_params(body, len(prompt.ids), limits, source.param), body.n, stops)
+            Ask(prompt, sampling_params(body, len(prompt.ids), limits, source.param, self.form.grammar), body.n, stops)
             for prompt, source in zip(prompts, sources, strict=True)
         ]
         reply = Reply(
@@ -137,30 +150,44 @@ class Completion(Exchange):
             with_token_ids=body.return_token_ids,
             with_usage=body.stream_options.include_usage,
         )
-        form = self.format(body, reply, list(prompts))
+        form = self.format(body, reply, prompts)
+        wants_receipt = body.receipt or self.head.wants_receipt
         generation = self.service.open(asks, caller)
         try:
             if body.stream:
-                await self._stream(generation, reply, form, send)
+                await self._stream(generation, EventWriter(reply, form), send, wants_receipt)
             else:
                 await generation.done()
-                await send_json(send, 200, form.whole(generation.flows), self.headers)
+                headers = self.headers
+                if wants_receipt:
+                    headers = [*headers, (HEADER, receipt(generation.flows, self.arrived).encode())]
+                await send_json(send, 200, form.whole(generation.flows), headers)
         except asyncio.CancelledError:
             generation.close("client")
             raise
         finally:
             generation.close("sibling_failed")
 
-    async def _stream(self, generation: Generation, reply: Reply, form: Format, send: Send) -> None:
+    async def _prompts(self, sources: list[PromptSource], tenant: str, cache_salt: str) -> list[Prompt]:
+        limit, alone = self.service.limits.max_request_tokens, len(sources) == 1
+        found = [
+            self.service.tokenization.prompt(source, limit=limit, tenant=tenant, cache_salt=cache_salt, alone=alone)
+            for source in sources
+        ]
+        return [await found[0]] if alone else await asyncio.gather(*found)
+
+    async def _stream(self, generation: Generation, writer: EventWriter, send: Send, wants_receipt: bool) -> None:
         config, service = self.service.config, self.service
         out = EventStream(
-            send, self.headers, clock=service.clock, slow_reader_s=config.slow_reader_s, comment_s=config.comment_s
-        )
+            send, self.headers, clock=service.clock, slow_reader_s=config.slow_reader_s, comment_s=config.comment_s,
+            close_after=self.close_after,
+        )  # fmt: skip
         await self._before_headers(generation)
         service.watchers.add(out.watch)
         try:
             await out.start(generation.wake)
-            await _write_events(generation, EventWriter(reply, form), out)
+            ending = (lambda: comment(generation.flows, self.arrived)) if wants_receipt else str
+            await _write_events(generation, writer, out, ending)
         except asyncio.CancelledError:
             if not out.too_slow:
                 raise
@@ -178,15 +205,18 @@ class Completion(Exchange):
             raise RequestFailed(generation.failure)
 
 
-async def _write_events(generation: Generation, writer: EventWriter, out: EventStream) -> None:
+async def _write_events(
+    generation: Generation, writer: EventWriter, out: EventStream, ending: Callable[[], str]
+) -> None:
+    """Everything that comes, to the end. `ending`: what is put before the last event."""
     while True:
         text = writer.pending(generation.flows)
         failure = generation.failure
         if failure is not None:
-            await out.end((text + error_event(failure)).encode())
+            await out.end((text + ending() + error_event(failure)).encode(), close=True)
             return
         if generation.ended:
-            await out.end((text + writer.end(generation.flows)).encode())
+            await out.end((text + writer.end(generation.flows, ending())).encode())
             return
         if text:
             await out.write(text.encode())
@@ -200,11 +230,14 @@ class Chat(Completion):
     id_prefix = "chatcmpl-"
 
     def sources(self, body: ChatBody) -> list[PromptSource]:
-        messages = [message.for_template() for message in body.messages]
-        return [ChatPrompt(messages, body.add_generation_prompt)]
+        # No plan: nothing shall be called, and the model is told of no tools.
+        tools = () if self.form.plan is None else self.form.plan.tools
+        return [chat_prompt(self.service, body.messages, tools, body.add_generation_prompt)]
 
     def format(self, body: ChatBody, reply: Reply, prompts: list[Prompt]) -> Format:
-        return ChatFormat(reply, self.service.table)
+        if self.form.plan is None:
+            return ChatFormat(reply, self.service.table)
+        return ToolChatFormat(reply, self.service.table, self.service.forms.tools, self.form.plan)
 
 
 class TextCompletion(Completion):
@@ -224,6 +257,16 @@ class TextCompletion(Completion):
         return CompletionFormat(reply, self.service.table, [prompt.echo for prompt in prompts])
 
 
+def chat_prompt(
+    service: IngressService, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool
+) -> ChatPrompt:
+    """The conversation, and the tools that its model is told of, as the template takes them."""
+    told = tuple(tool.for_template() for tool in tools)
+    support = service.forms.tools
+    plain = support.messages([message.for_template() for message in messages], told)
+    return ChatPrompt(plain, add_generation_prompt, tools=told if support.template_knows else ())
+
+
 def _param(index: int, one: bool) -> str:
     return "prompt" if one else f"prompt[{index}]"
 
@@ -236,15 +279,14 @@ class Tokenize(Exchange):
         if (body.prompt is None) == (body.messages is None):
             raise ClientError("prompt: either it or messages is needed", param="prompt")
         if body.messages is not None:
-            messages = [message.for_template() for message in body.messages]
-            source: PromptSource = ChatPrompt(messages, body.add_generation_prompt)
+            source: PromptSource = chat_prompt(self.service, body.messages, body.tools, body.add_generation_prompt)
         else:
             source = TextPrompt(body.prompt or "", special=body.add_special_tokens)
         ids = await self.service.tokenization.ids(source, limit=ANY_LENGTH)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self.service.limits.max_request_tokens,
-            "tokens": ids,
+            "tokens": list(ids),
         }
         if body.return_token_strs:
             answer["token_strs"] = [self.service.table.label(token) for token in ids]
@@ -281,6 +323,13 @@ class Models(Exchange):
         await send_json(send, 200, model, self.headers)
 
 
+class OpenApi(Exchange):
+    async def answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        config = self.service.config
+        document = describe(config.model_name, keys=bool(config.api_keys), operators=config.public_metrics)
+        await send_json(send, 200, document, self.headers)
+
+
 class Health(Exchange):
     """This process answers: nothing more. What the cluster can do is /ready."""
 
@@ -311,15 +360,26 @@ class Operators(Exchange):
         await send_bytes(send, 200, text.encode(), kind, self.headers)
 
 
+class _Endpoint:
+    """One path as an ASGI application: around a function Starlette puts a request and another layer of handlers."""
+
+    def __init__(self, exchange: Callable[[], Exchange], method: str) -> None:
+        self._exchange = exchange
+        self._allowed = "POST, OPTIONS" if method == "POST" else "GET, HEAD, OPTIONS"
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["method"] == "OPTIONS":
+            await Response(status_code=204, headers={"allow": self._allowed})(scope, receive, send)
+        else:
+            await self._exchange()(scope, receive, send)
+
+
 def build_app(service: IngressService) -> Starlette:
     """The application; its lifespan starts and closes the service."""
     keys = Keys(service.config.api_keys)
 
-    def endpoint(kind: type[Exchange]) -> Callable[[Request], Awaitable[Any]]:
-        async def handle(request: Request) -> Exchange:
-            return kind(service, keys)
-
-        return handle
+    def route(path: str, kind: type[Exchange], method: str = "GET") -> Route:
+        return Route(path, _Endpoint(lambda: kind(service, keys), method), methods=[method, "OPTIONS"])
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -330,28 +390,42 @@ def build_app(service: IngressService) -> Starlette:
             await service.close()
 
     routes = [
-        Route("/v1/chat/completions", endpoint(Chat), methods=["POST"]),
-        Route("/v1/completions", endpoint(TextCompletion), methods=["POST"]),
-        Route("/v1/models", endpoint(Models)),
-        Route("/v1/models/{model:path}", endpoint(Models)),
-        Route("/tokenize", endpoint(Tokenize), methods=["POST"]),
-        Route("/detokenize", endpoint(Detokenize), methods=["POST"]),
-        Route("/health", endpoint(Health)),
-        Route("/ready", endpoint(Ready)),
-        Route("/metrics", endpoint(Operators)),
-        Route("/cluster", endpoint(Operators)),
+        route("/v1/chat/completions", Chat, "POST"),
+        route("/v1/completions", TextCompletion, "POST"),
+        route("/v1/models", Models),
+        route("/v1/models/{model:path}", Models),
+        route("/tokenize", Tokenize, "POST"),
+        route("/detokenize", Detokenize, "POST"),
+        route("/openapi.json", OpenApi),
+        route("/health", Health),
+        route("/ready", Ready),
+        route("/metrics", Operators),
+        route("/cluster", Operators),
     ]
     handlers = {HTTPException: _http_error, Exception: _broken}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app = Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=cors(service.config.cors_origins)
+    )
+    app.router.redirect_slashes = False  # a path is a path: /v1/models/ is no address of the API
+    app.state.request_ids = service.config.request_id_header
+    return app
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown path or method."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
+    message = f"{request.method[:20]} {request.url.path[:200]}: {error.detail}"
+    headers = {**(error.headers or {}), **_id_headers(request)}
+    return JSONResponse(error_body(error.status_code, message), error.status_code, headers=headers)
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     """A bug of ours; Starlette raises the error again after this reply, so it is logged with its traceback."""
-    return JSONResponse(error_body(500, "an internal error ended the request", code="internal"), 500)
+    body = error_body(500, "an internal error ended the request", code="internal")
+    return JSONResponse(body, 500, headers=_id_headers(request))
+
+
+def _id_headers(request: Request) -> dict[str, str]:
+    if not request.app.state.request_ids:
+        return {}
+    return {"x-request-id": Head(request.scope["headers"]).request_id}

@@ -17,7 +17,9 @@ from tailrace.router.sse import Headers, Receive, Send
 
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 128
+TENANT_DIGITS = 12
 MAX_CONVERSATION_CHARS = 256
+BODY_PART_S = 30.0  # a body may take long, but something of it has to come
 DRAIN_S = 5.0
 DRAIN_FACTOR = 8  # a body too large is read and dropped up to this many times the bound, so that the client hears why
 
@@ -29,23 +31,31 @@ class ClientGone(Exception):
 
 
 class Keys:
-    """The accepted bearer keys, as digests: a look-up then takes no time that depends on a key."""
+    """The accepted bearer keys, as digests: a look-up then takes no time that depends on a key.
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self._digests = {hashlib.sha256(key.encode()).digest(): key for key in keys}
+    Args:
+        keys: key -> its tenant's name; empty: the key is a tenant of its own, named by a few digits of its digest, for
+            names of tenants are logged and shown.
+    """
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._tenants: dict[bytes, str] = {}
+        for key, tenant in keys.items():
+            digest = hashlib.sha256(key.encode()).digest()
+            self._tenants[digest] = tenant or f"key-{digest.hex()[:TENANT_DIGITS]}"
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._tenants)
 
     def tenant_of(self, authorization: str) -> str:
-        """The tenant (the key itself) of an Authorization header; raises ClientError (401)."""
+        """The tenant of an Authorization header; raises ClientError (401)."""
         scheme, _, token = authorization.partition(" ")
-        key = self._digests.get(hashlib.sha256(token.strip().encode()).digest())
-        if scheme.lower() != "bearer" or key is None:
+        tenant = self._tenants.get(hashlib.sha256(token.strip().encode()).digest())
+        if scheme.lower() != "bearer" or tenant is None:
             raise ClientError(
                 "a valid API key is needed in the Authorization header", status=401, code="invalid_api_key"
             )
-        return key
+        return tenant
 
 
 class Head:
@@ -63,7 +73,7 @@ class Head:
         return "".join(c for c in self.text(name)[: 4 * MAX_ID_CHARS] if c in _FORM_SAFE)[:MAX_ID_CHARS]
 
     def tenant(self, keys: Keys) -> str:
-        """Who asks: the key where keys are on, else X-Tenant. Raises ClientError (401, 400)."""
+        """Who asks: the key's tenant where keys are on, else X-Tenant. Raises ClientError (401, 400)."""
         if keys:
             return keys.tenant_of(self.text(b"authorization"))
         tenant = self.text(b"x-tenant")
@@ -77,6 +87,10 @@ class Head:
             message = f"X-Conversation-Id has at most {MAX_CONVERSATION_CHARS} characters"
             raise ClientError(message, param="X-Conversation-Id")
         return value or None
+
+    @property
+    def wants_receipt(self) -> bool:
+        return self.text(b"x-tailrace-receipt").lower() not in ("", "0", "false", "no")
 
     def check_json(self) -> None:
         """Raise ClientError (415) unless the body is JSON as it stands. No content type at all is taken as JSON."""
@@ -93,7 +107,7 @@ class Head:
 
 
 async def read_body(head: Head, receive: Receive, max_bytes: int) -> bytes:
-    """The body. Raises ClientError (413, 415), ClientGone."""
+    """The body. Raises ClientError (408, 413, 415), ClientGone."""
     head.check_json()
     parts: list[bytes] = []
     size = 0
@@ -111,7 +125,11 @@ async def read_body(head: Head, receive: Receive, max_bytes: int) -> bytes:
 
 
 async def _next_part(receive: Receive) -> tuple[bytes, bool]:
-    message = await receive()
+    try:
+        async with asyncio.timeout(BODY_PART_S):
+            message = await receive()
+    except TimeoutError:
+        raise ClientError(f"nothing of the body came for {BODY_PART_S:g} seconds", status=408) from None
     if message["type"] == "http.disconnect":
         raise ClientGone
     return message.get("body", b""), message.get("more_body", False)
@@ -125,7 +143,7 @@ async def _drain(receive: Receive, max_bytes: int) -> None:
             while more and max_bytes > 0:
                 part, more = await _next_part(receive)
                 max_bytes -= len(part)
-    except TimeoutError:
+    except (TimeoutError, ClientError):
         return
 
 

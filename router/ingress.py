@@ -15,22 +15,29 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.model.errors import ProtocolError
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.router.api_errors import Failure, RequestFailed
+from tailrace.router.attempt import Action, Leg, ToRouter
 from tailrace.router.detokenize import TextStream, TokenTable
-from tailrace.router.flow import Action, Flow, FlowPolicy, Leg, Spec, ToRouter
+from tailrace.router.flow import Flow, FlowPolicy, Spec
+from tailrace.router.output_form import OutputForms
+from tailrace.router.receipt import ttft_parts
 from tailrace.router.router_link import RouterPort
 from tailrace.router.sample import Sample
 from tailrace.router.sampling import Limits
 from tailrace.router.stop_strings import StopStrings
+from tailrace.router.token_cache import PromptTokenCache
 from tailrace.router.tokenization import Encoder, Prompt, Template, Tokenization
+from tailrace.router.told import Told
+from tailrace.router.tools import ToolSupport
 from tailrace.router.worker_links import WorkerPort
 from tailrace.transfer.messages import (
+    NOT_HELD,
     Answer,
     Cancel,
     Deaths,
@@ -65,6 +72,7 @@ class IngressConfig:
         fidelity: storage class of exact pages, e.g. `bfloat16/exact`.
         vocab_size: ids below it have a row in the model.
         max_request_tokens: by this process's own reckoning; the router may know a smaller one.
+        api_keys: accepted bearer keys -> the tenant that the key belongs to by name, empty for none.
         comment_s: a stream that sent nothing for this long sends an SSE comment.
         request_id_header: replies carry X-Request-Id; false where what is around the application adds it itself.
     """
@@ -76,7 +84,7 @@ class IngressConfig:
     vocab_size: int
     max_request_tokens: int
     policy: FlowPolicy = FlowPolicy()
-    api_keys: tuple[str, ...] = ()
+    api_keys: Mapping[str, str] = field(default_factory=dict)
     max_active_requests: int = 512
     max_body_bytes: int = 16 << 20
     header_wait_s: float = 20.0
@@ -85,7 +93,9 @@ class IngressConfig:
     stats_period_s: float = 1.0
     public_metrics: bool = True
     tokenizer_threads: int = 2
+    tool_parser: str = "auto"
     request_id_header: bool = True
+    cors_origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,26 +181,31 @@ class IngressService:
     Args:
         encoder, template: of the model, see tokenization.py.
         hasher: keyed with the cluster secret.
+        token_cache: of this encoder; closed with this.
         router, workers: the links; not started yet.
     """
 
     def __init__(
         self, config: IngressConfig, encoder: Encoder, template: Template | None, hasher: BlockHasher,
-        router: RouterPort, workers: WorkerPort, *, clock: Callable[[], float] = time.monotonic,
+        router: RouterPort, workers: WorkerPort, *, token_cache: PromptTokenCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.config, self.clock = config, clock
         self.metrics = Metrics("ingress", config.process, config.model_name)
         self.table = TokenTable(encoder)
         self.tokenization = Tokenization(
             encoder, template, self.table, hasher, revision=config.revision, fidelity=config.fidelity,
-            vocab_size=config.vocab_size, threads=config.tokenizer_threads,
+            vocab_size=config.vocab_size, threads=config.tokenizer_threads, cache=token_cache,
         )  # fmt: skip
+        text, knows = (None, False) if template is None else (template.text, template.reads_tools)
+        self.forms = OutputForms(ToolSupport(text, knows, self.table, config.tool_parser), self.tokenization)
         self.limits = Limits(config.vocab_size, config.max_request_tokens)
         self.watchers: set[Callable[[float], None]] = set()  # called each tick: streams look after their readers
         self._router, self._workers = router, workers
         self._tickets: dict[str, _Ticket] = {}
         self._active = 0
         self._stale = 0
+        self._ends = Told(config.policy.request_lease_s)
         self._queries: dict[int, asyncio.Future[str]] = {}
         self._query_number = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -249,6 +264,7 @@ class IngressService:
             spec = Spec(
                 request=self.new_id(),
                 prompt_ids=ask.prompt.ids,
+                packed_ids=ask.prompt.packed,
                 params=ask.params,
                 samples=ask.samples,
                 hashes=ask.prompt.hashes,
@@ -258,8 +274,9 @@ class IngressService:
                 priority=caller.priority,
                 conversation=caller.conversation,
                 deadline=caller.deadline,
+                scope=ask.prompt.scope,
             )
-            flow = Flow(spec, self.config.policy, self._sample_maker(ask), self.clock())
+            flow = Flow(spec, self.config.policy, self._samples(ask), self.clock())
             generation.flows.append(flow)
             ticket = self._tickets[spec.request] = _Ticket(flow, generation, caller.arrived)
             self._perform(ticket, flow.start())
@@ -288,17 +305,13 @@ class IngressService:
         """A request that was answered without ever being placed."""
         self.metrics.add("tailrace_requests_total", outcome="refused", reason=reason)
 
-    def _sample_maker(self, ask: Ask) -> Callable[[], list[Sample]]:
+    def _samples(self, ask: Ask) -> list[Sample]:
         open_bytes = ask.prompt.echo.open_bytes if ask.prompt.echo is not None else b""
         minimum = ask.params.min_tokens
-
-        def make() -> list[Sample]:
-            return [
-                Sample(i, TextStream(self.table, ask.stops, min_tokens=minimum, open_bytes=open_bytes))
-                for i in range(ask.samples)
-            ]
-
-        return make
+        return [
+            Sample(i, TextStream(self.table, ask.stops, min_tokens=minimum, open_bytes=open_bytes))
+            for i in range(ask.samples)
+        ]
 
     def _cancel(self, flow: Flow, reason: str) -> None:
         ticket = self._tickets.get(flow.spec.request)
@@ -309,6 +322,10 @@ class IngressService:
 
     def router_up(self) -> None:
         now = self.clock()
+        if dead := self._workers.dead:  # a new router must not take back who cannot be used from here
+            self._router.send(Deaths(dead))
+        for done in self._ends.again(now):
+            self._router.send(done)
         for ticket in tuple(self._tickets.values()):
             self._perform(ticket, ticket.flow.router_up(now))
 
@@ -330,7 +347,7 @@ class IngressService:
                     self._guarded(ticket, lambda: ticket.flow.on_refused(frame, now))
             case Deaths():
                 for boot in frame.boots:
-                    self.worker_gone(boot, dead=True, reached=True)
+                    self._lost(boot, dead=True, reached=True)
                     self._workers.drop(boot)
             case Answer():
                 future = self._queries.get(frame.number)
@@ -356,24 +373,38 @@ class IngressService:
                 self._stale += 1
                 return
             fields = {"request": frame.request, "attempt": frame.attempt, "boot": boot, "code": frame.code}
-            log.warning("attempt_failed", extra={"fields": fields | {"reason": frame.message}})
+            level = logging.INFO if frame.code == NOT_HELD else logging.WARNING  # of a ctx it may mean nothing
+            log.log(level, "attempt_failed", extra={"fields": fields | {"reason": frame.message}})
             now = self.clock()
             self._guarded(ticket, lambda: ticket.flow.on_fail(boot, frame, now))
         else:
             self._stale += 1
 
     def worker_gone(self, boot: str, *, dead: bool, reached: bool) -> None:
+        if dead:
+            self._router.send(Deaths((boot,)))  # its port refuses: the router need not wait whether it dials again
+        self._lost(boot, dead=dead, reached=reached)
+
+    def _lost(self, boot: str, *, dead: bool, reached: bool) -> None:
         now = self.clock()
         for ticket in tuple(self._tickets.values()):
             self._guarded(ticket, lambda f=ticket.flow: f.on_gone(boot, now, dead=dead, reached=reached))
 
     def _feed(self, ticket: _Ticket, boot: str, delta: Delta, now: float) -> None:
-        self._guarded(ticket, lambda: ticket.flow.on_delta(boot, delta, now))
+        """The path of every token: as `_guarded`, but nothing is made for what seldom happens."""
+        flow = ticket.flow
+        try:
+            actions = flow.on_delta(boot, delta, now)
+        except (ValueError, UnlistedEvent) as error:
+            actions = self._broken(ticket, error)
+        if actions or flow.ended:
+            self._perform(ticket, actions)
+        ticket.generation.wake()
         if delta.sample == 0 and delta.ids:
             if ticket.last_token is not None:
                 self.metrics.add("tailrace_itl_seconds", now - ticket.last_token)
             ticket.last_token = now
-        if not ticket.told_first and ticket.flow.stamps.first_token is not None:
+        if not ticket.told_first and flow.stamps.first_token is not None:
             ticket.told_first = True
             self._account_first_token(ticket)
 
@@ -384,19 +415,24 @@ class IngressService:
         try:
             actions = decide()
         except (ValueError, UnlistedEvent) as error:
-            fields = {"request": ticket.flow.spec.request, "attempt": ticket.flow.attempt, "reason": str(error)}
-            log.error("flow_broken", extra={"fields": fields})
-            actions = ticket.flow.fail(INTERNAL)
+            actions = self._broken(ticket, error)
         self._perform(ticket, actions)
         ticket.generation.wake()
+
+    def _broken(self, ticket: _Ticket, error: Exception) -> list[Action]:
+        fields = {"request": ticket.flow.spec.request, "attempt": ticket.flow.attempt, "reason": str(error)}
+        log.error("flow_broken", extra={"fields": fields})
+        return ticket.flow.fail(INTERNAL)
 
     def _perform(self, ticket: _Ticket, actions: list[Action]) -> None:
         flow = ticket.flow
         for action in actions:
             try:
                 if isinstance(action, ToRouter):
-                    if isinstance(action.frame, Done) and action.frame.outcome == "migrating":
-                        self.metrics.add("tailrace_migrations_total")
+                    if isinstance(action.frame, Done):
+                        self._ends.note(action.frame, self.clock())
+                        if action.frame.outcome == "migrating":
+                            self.metrics.add("tailrace_migrations_total")
                     self._router.send(action.frame)
                 else:
                     self._workers.send(action.leg, action.frame)
@@ -411,18 +447,9 @@ class IngressService:
             ticket.generation.wake()
 
     def _account_first_token(self, ticket: _Ticket) -> None:
-        stamps = ticket.flow.stamps
-        assert stamps.first_token is not None
-        whole = stamps.first_token - ticket.arrived
-        self.metrics.add("tailrace_ttft_seconds", whole, part="whole")
-        if ticket.flow.attempt != 1 or stamps.placed is None:
-            return
-        parts = {"tokenize": stamps.began - ticket.arrived, "place": stamps.placed - stamps.began}
-        worker = stamps.worker or {}
-        parts |= {"queue": worker.get("queue", 0.0), "prefill": worker.get("prefill", 0.0)}
-        parts["wire"] = max(0.0, whole - sum(parts.values()))
-        for part, seconds in parts.items():
-            self.metrics.add("tailrace_ttft_seconds", seconds, part=part)
+        for part, seconds in ttft_parts(ticket.flow.stamps, ticket.arrived).items():
+            if part == "whole" or ticket.flow.attempt == 1:
+                self.metrics.add("tailrace_ttft_seconds", seconds, part=part)
 
     def _account_end(self, flow: Flow) -> None:
         reason = flow.reason
@@ -432,11 +459,7 @@ class IngressService:
         if flow.stale:
             self.metrics.add("tailrace_stale_frames_total", flow.stale)
         if flow.state is State.FAILED:
-            spec = flow.spec
-            fields = {
-                "request": spec.request, "attempt": flow.attempt, "reason": flow.reason, "deaths": flow.deaths,
-                "prompt_tokens": len(spec.prompt_ids), "samples": spec.samples, "max_tokens": spec.params.max_tokens,
-            }  # fmt: skip
+            fields = {"request": flow.spec.request, "reason": flow.reason} | flow.shape()
             log.warning("request_failed", extra={"fields": fields})
 
     # ----------------------------------------------------------------------------------------------------------- clocks
@@ -464,15 +487,16 @@ class IngressService:
             if self._stale:
                 self.metrics.add("tailrace_stale_frames_total", self._stale)
                 self._stale = 0
+            self.tokenization.measure(self.metrics)
             self._router.send(Stats("ingress", self.config.process, self.metrics.families()))
 
     def _renew(self) -> None:
         keys: dict[str, list[tuple[str, int]]] = {}
         legs: dict[str, Leg] = {}
         for ticket in self._tickets.values():
-            for leg in ticket.flow.legs():
+            for leg, key in ticket.flow.held():
                 legs[leg.boot] = leg
-                keys.setdefault(leg.boot, []).append(ticket.flow.key)
+                keys.setdefault(leg.boot, []).append(key)
         for boot, leg in legs.items():
             self._workers.send(leg, Renew(tuple(keys[boot]), self.config.policy.request_lease_s))
 

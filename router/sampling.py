@@ -83,8 +83,13 @@ def asked_tokens(body: SamplingBody) -> tuple[int, str] | None:
     return None if body.max_tokens is None else (body.max_tokens, "max_tokens")
 
 
-def sampling_params(body: SamplingBody, num_prompt_tokens: int, limits: Limits, prompt_param: str) -> SamplingParams:
-    """Checked sampling parameters; raises ClientError naming both numbers where the request is too long."""
+def sampling_params(
+    body: SamplingBody, num_prompt_tokens: int, limits: Limits, prompt_param: str, grammar: str = ""
+) -> SamplingParams:
+    """Checked sampling parameters; raises ClientError naming both numbers where the request is too long.
+
+    `grammar`: as grammar_spec.py made it.
+    """
     limit = limits.max_request_tokens
     if num_prompt_tokens >= limit:
         raise prompt_too_long(num_prompt_tokens, limit, prompt_param)
@@ -120,6 +125,7 @@ def sampling_params(body: SamplingBody, num_prompt_tokens: int, limits: Limits, 
         prompt_logprobs=prompt_logprobs,
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids)),
         ignore_eos=body.ignore_eos,
+        grammar=grammar,
     )
 
 

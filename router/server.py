@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -28,6 +29,8 @@ from starlette.routing import Route
 from tailrace.model.errors import ProtocolError, WorkerError
 from tailrace.router import view
 from tailrace.router.core import RouterCore
+from tailrace.router.decision_log import DecisionLog
+from tailrace.router.decisions import Entry
 from tailrace.router.records import Close, Exit, Send
 from tailrace.router.settings import RouterSettings
 from tailrace.transfer.links import Identity, Link, Listener, listen
@@ -55,14 +58,17 @@ class RouterServer:
         model: served name, a metric label.
         faults: open POST /debug/faults (tests only).
         boot: its boot id; random if None.
+        decisions: where placements are logged; closed by `stop`.
     """
 
     def __init__(
         self, process: str, settings: RouterSettings, secret: bytes, *,
         model: str = "", faults: bool = False, boot: str | None = None, clock: Callable[[], float] = time.monotonic,
+        decisions: DecisionLog | None = None,
     ) -> None:  # fmt: skip
         self.me = Identity("router", process, boot or secrets.token_hex(8))
-        self.core = RouterCore(self.me.boot, settings, clock)
+        self.core = RouterCore(self.me.boot, settings, clock, log_decision=decisions and self._log_decision)
+        self._decisions = decisions
         self.metrics = Metrics("router", process, model)
         self._secret, self._faults, self._clock = secret, faults, clock
         self._links: dict[str, Link] = {}
@@ -82,6 +88,10 @@ class RouterServer:
     def port(self) -> int:
         """Port of the links; 0 before start."""
         return self._listener.port if self._listener else 0
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.core.state.workers)
 
     # ------------------------------------------------------------------------------------------------------- life cycle
 
@@ -128,11 +138,19 @@ class RouterServer:
             await asyncio.wait([self._operating])
         if self._over is not None:
             self._over.cancel()
+        if self._decisions is not None:
+            await asyncio.to_thread(self._decisions.close)
 
     def report_dead(self, boot: str, reason: str) -> None:
         """Whoever watches a process (Ray, its supervisor) says that it is dead."""
         self.core.declare_dead(boot, reason)
         self._act()
+
+    def _log_decision(self, entry: Entry) -> None:
+        """The core's clock becomes that of the calendar."""
+        if self._decisions is not None:
+            at = entry.decision.at + time.time() - self._clock()
+            self._decisions.put(replace(entry, decision=replace(entry.decision, at=at)))
 
     async def _tick(self) -> None:
         while True:  # a deadline of the core may be a tick late
@@ -233,7 +251,7 @@ class RouterServer:
     # -------------------------------------------------------------------------------------------------- operators' HTTP
 
     def operators_app(self) -> Starlette:
-        """The operators' ASGI application: /health /ready /metrics /cluster and, with faults, POST /debug/faults."""
+        """The operators' ASGI application: /health /ready /metrics /cluster; with faults /debug/..."""
 
         async def health(request: Request) -> Response:
             return JSONResponse({"status": "ok"})
@@ -248,6 +266,9 @@ class RouterServer:
         async def get_cluster(request: Request) -> Response:
             return JSONResponse(self.cluster())
 
+        async def get_blocks(request: Request) -> Response:
+            return JSONResponse(view.blocks(self.core.state))
+
         routes = [
             Route("/health", health),
             Route("/ready", get_ready),
@@ -256,6 +277,7 @@ class RouterServer:
         ]
         if self._faults:
             routes.append(Route("/debug/faults", self._post_faults, methods=["POST"]))
+            routes.append(Route("/debug/blocks", get_blocks))
         return Starlette(routes=routes)
 
     async def _post_faults(self, request: Request) -> Response:

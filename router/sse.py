@@ -16,12 +16,14 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 COMMENT = b": waiting\n\n"
-# An error in a stream ends it with its connection, and HTTP wants that said before the first byte.
+# Key in the scope's `state`: a function that makes the server close this connection after this response. A server that
+# has none (Ray Serve's) closes it when a response is left without its end: HTTP can say so in the head only, which has
+# gone out, and one that said so before every stream would let no connection be used twice.
+CLOSE_AFTER = "tailrace.close_after"
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
-    (b"connection", b"close"),
 ]
 
 
@@ -30,6 +32,7 @@ class EventStream:
 
     Args:
         clock: as the ticks that call `watch` read it.
+        close_after: what the server put under CLOSE_AFTER, or None.
 
     Attributes:
         started: the status has gone out, so an error can only be an event.
@@ -37,11 +40,13 @@ class EventStream:
     """
 
     def __init__(
-        self, send: Send, headers: Headers, *, clock: Callable[[], float], slow_reader_s: float, comment_s: float
-    ) -> None:
+        self, send: Send, headers: Headers, *, clock: Callable[[], float], slow_reader_s: float, comment_s: float,
+        close_after: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.started = False
         self.too_slow = False
-        self._send, self._headers, self._clock = send, headers, clock
+        self._send, self._clock, self._close_after = send, clock, close_after
+        self._headers = STREAM_HEADERS + headers
         self._slow_reader_s, self._comment_s = slow_reader_s, comment_s
         self._writing_since: float | None = None
         self._written = clock()
@@ -52,7 +57,7 @@ class EventStream:
     async def start(self, wake: Callable[[], None]) -> None:
         """Send the status. `wake` is called when a comment is due."""
         self.started, self._wake = True, wake
-        await self._put({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self._headers})
+        await self._put({"type": "http.response.start", "status": 200, "headers": self._headers})
 
     async def write(self, data: bytes) -> None:
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
@@ -61,8 +66,12 @@ class EventStream:
         if self._comment_due.is_set():
             await self.write(COMMENT)
 
-    async def end(self, data: bytes) -> None:
-        await self._put({"type": "http.response.body", "body": data, "more_body": False})
+    async def end(self, data: bytes, *, close: bool = False) -> None:
+        """Send the last bytes. `close`: the connection ends with them; else the client may use it again."""
+        cut_off = close and self._close_after is None
+        if close and self._close_after is not None:
+            self._close_after()
+        await self._put({"type": "http.response.body", "body": data, "more_body": cut_off})
 
     def watch(self, now: float) -> None:
         """Called several times a second by the ingress's clock."""

@@ -1,8 +1,9 @@
 """Prompts to ids and block hashes, off the event loop: a long prompt must not hold up the streams of the others.
 
-A job runs in a thread: render the template, tokenize, hash the full blocks, cut the text of an echo. Short and long
-prompts wait in different queues, so a short one never stands behind a megabyte. What is certainly over the limit is
-refused from its byte count, or from its beginning, before it is tokenized whole.
+A job runs in a thread: render the template, tokenize, pack, hash the full blocks, cut the text of an echo. Short and
+long prompts wait in different queues, so a short one never stands behind a megabyte; a quite short one that is alone in
+its request is done on the loop. What is certainly over the limit is refused from its byte count, or from its beginning,
+before it is tokenized whole.
 
 Knows the tokenizer and the chat template of one model, nothing of requests or workers. Threads die with the process.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import hashlib
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,13 +24,19 @@ from tailrace.kv_cache.block_hash import BlockHasher, namespace
 from tailrace.model.errors import ClientError
 from tailrace.router.detokenize import TokenTable, Vocabulary
 from tailrace.router.sampling import check_ids, prompt_too_long
+from tailrace.router.token_cache import PromptTokenCache
+from tailrace.transfer.messages import pack_ids
+from tailrace.transfer.metrics import Metrics
 
 LONG_CHARS = 65_536
+SHORT_CHARS, SHORT_CHAT = 2048, 16  # characters and messages that are tokenized in half a millisecond
 # Unicode normalization may make three bytes of one; a prompt is refused by its bytes only beyond that.
 NORMALIZED_BYTES_PER_BYTE = 4
 # A prompt this many times longer (in characters) than the limit (in tokens) is first judged by its beginning.
 GLANCE_CHARS_PER_TOKEN = 8
 GLANCE_SLACK_TOKENS = 64  # tokens at the cut that the whole text might have merged differently
+
+SLICE_IDS = 16_384
 
 T = TypeVar("T")
 
@@ -44,7 +53,15 @@ class Encoder(Vocabulary, Protocol):
 class Template(Protocol):
     """The chat template (model/chat.py)."""
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
+    text: str
+    reads_tools: bool
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,7 @@ class ChatPrompt:
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     param: str = "messages"
+    tools: tuple[dict[str, Any], ...] = ()  # that the template is told of
 
 
 PromptSource = TextPrompt | IdsPrompt | ChatPrompt
@@ -86,18 +104,24 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request needs of its prompt. `hash_ids` hashes the full blocks of any ids in the prompt's scope."""
+    """What a request needs of its prompt. `packed`: the ids as frames carry them. `hash_ids` hashes the full blocks of
+    any ids in the prompt's scope."""
 
     ids: Sequence[int]
+    packed: bytes
     hashes: bytes
     namespace: bytes
     hash_ids: Callable[[Sequence[int]], bytes]
     echo: Echo | None = None
+    scope: str = ""
 
 
 def scope_of(revision: str, tenant: str, cache_salt: str) -> str:
-    """Prompts share pages only within one scope. JSON keeps the three parts apart whatever they contain."""
-    return json.dumps([revision, tenant, cache_salt])
+    """Prompts share pages only within one scope. JSON keeps the three parts apart whatever they contain.
+
+    A digest of them, because workers get it to name blocks of output, and a tenant may be its API key.
+    """
+    return hashlib.sha256(json.dumps([revision, tenant, cache_salt]).encode()).hexdigest()
 
 
 class Tokenization:
@@ -107,12 +131,15 @@ class Tokenization:
         revision: hash of the model (config, weights, tokenizer), part of every scope.
         fidelity: storage class of exact pages, e.g. `bfloat16/exact`; with the scope it names the index.
         threads: for short prompts; long ones have one more.
+        cache: of this encoder, or None.
     """
 
     def __init__(
         self, encoder: Encoder, template: Template | None, table: TokenTable, hasher: BlockHasher, *,
-        revision: str, fidelity: str, vocab_size: int, threads: int = 2,
+        revision: str, fidelity: str, vocab_size: int, threads: int = 2, cache: PromptTokenCache | None = None,
     ) -> None:  # fmt: skip
+        self._cache = cache
+        self._encode: Callable[..., Sequence[int]] = encoder.encode if cache is None else cache.encode
         self._encoder, self._template, self._table, self._hasher = encoder, template, table, hasher
         self._revision, self._fidelity, self._vocab_size = revision, fidelity, vocab_size
         self._short = ThreadPoolExecutor(threads, "tokenize")
@@ -121,13 +148,29 @@ class Tokenization:
     def close(self) -> None:
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._cache is not None:
+            self._cache.close()
 
-    async def prompt(self, source: PromptSource, *, limit: int, tenant: str = "", cache_salt: str = "") -> Prompt:
-        """Tokenize and hash; raises ClientError if the prompt is empty, unknown or over `limit` tokens."""
+    def measure(self, metrics: Metrics) -> None:
+        """Bring this process's metrics of the prompt-token cache up to date."""
+        if self._cache is not None:
+            self._cache.measure(metrics)
+
+    async def prompt(
+        self, source: PromptSource, *, limit: int, tenant: str = "", cache_salt: str = "", alone: bool = False
+    ) -> Prompt:
+        """Tokenize and hash; raises ClientError if the prompt is empty, unknown or over `limit` tokens.
+
+        `alone`: its request has no other prompt. Then a short one is done here and now: that takes the event loop less
+        time than the way to a thread and back.
+        """
         scope = scope_of(self._revision, tenant, cache_salt)
-        return await self.run(lambda: self._prompt(source, limit, scope), size_of(source))
+        size = size_of(source)
+        if alone and size <= SHORT_CHARS and (not isinstance(source, ChatPrompt) or len(source.messages) <= SHORT_CHAT):
+            return self._prompt(source, limit, scope)
+        return await self.run(lambda: self._prompt(source, limit, scope), size)
 
-    async def ids(self, source: PromptSource, *, limit: int) -> list[int]:
+    async def ids(self, source: PromptSource, *, limit: int) -> Sequence[int]:
         """The ids alone (/tokenize)."""
         return await self.run(lambda: self._ids(source, limit), size_of(source))
 
@@ -146,13 +189,15 @@ class Tokenization:
         echo = None if isinstance(source, ChatPrompt) or not source.echo else self._echo(source, ids)
         return Prompt(
             ids=ids,
+            packed=pack_ids(ids),  # of an array a mere copy
             hashes=hasher.hash_blocks(scope, ids),
             namespace=namespace(scope, self._fidelity),
             hash_ids=lambda more: hasher.hash_blocks(scope, more),
             echo=echo,
+            scope=scope,
         )
 
-    def _ids(self, source: PromptSource, limit: int) -> list[int]:
+    def _ids(self, source: PromptSource, limit: int) -> Sequence[int]:
         if isinstance(source, IdsPrompt):
             if len(source.ids) > limit:
                 raise prompt_too_long(len(source.ids), limit + 1, source.param)
@@ -163,7 +208,7 @@ class Tokenization:
         else:
             text, special = self._render(source), False  # a template writes BOS itself
         self._refuse_by_length(text, limit, source.param)
-        ids = self._encoder.encode(text, special=special)
+        ids = compact(self._encode(text, special=special))
         if len(ids) > limit:
             raise prompt_too_long(len(ids), limit + 1, source.param)
         return ids
@@ -171,7 +216,8 @@ class Tokenization:
     def _render(self, source: ChatPrompt) -> str:
         if self._template is None:
             raise ClientError("messages: this model has no chat template", param="messages", code="no_chat_template")
-        return self._template.render(source.messages, add_generation_prompt=source.add_generation_prompt)
+        told = source.tools or None
+        return self._template.render(source.messages, tools=told, add_generation_prompt=source.add_generation_prompt)
 
     def _refuse_by_length(self, text: str, limit: int, param: str) -> None:
         """Refuse what is certainly longer than `limit` tokens without tokenizing all of it."""
@@ -198,6 +244,19 @@ class Tokenization:
         return Echo(source.text, tuple(pieces_of(spelled or literal)), b"")
 
 
+def compact(ids: Sequence[int]) -> Sequence[int]:
+    """Many ids as an array: to make a list of them into bytes, or to free it, holds the interpreter, and with it the
+    event loop, for tens of milliseconds. Here that is done piece by piece, and `ids` is used up."""
+    if not isinstance(ids, list) or len(ids) <= SLICE_IDS:
+        return ids
+    packed = array("i")
+    for start in range(0, len(ids), SLICE_IDS):
+        packed.fromlist(ids[start : start + SLICE_IDS])
+    while ids:
+        del ids[-SLICE_IDS:]
+    return packed
+
+
 def aligned(tokens: list[bytes], text: bytes) -> list[bytes] | None:
     """The tokens' bytes so that they join to `text`, or None if they do not.
 
@@ -220,7 +279,8 @@ def size_of(source: PromptSource) -> int:
         return len(source.text)
     if isinstance(source, IdsPrompt):
         return len(source.ids)
-    return sum(len(message["content"]) for message in source.messages)
+    called = sum(len(str(message["tool_calls"])) for message in source.messages if "tool_calls" in message)
+    return sum(len(message["content"]) for message in source.messages) + called + (len(str(source.tools)) - 2)
 
 
 def pieces_of(tokens: list[bytes]) -> list[str]:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from typing import Protocol
 
 from tailrace.model.errors import PeerError
-from tailrace.router.flow import Leg
+from tailrace.router.attempt import Leg
 from tailrace.transfer.links import AuthenticationError, Identity, Link, dial
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ class WorkerEvents(Protocol):
 
 class WorkerPort(Protocol):
     """What the ingress needs of its links to workers; tests put a fake in its place."""
+
+    @property
+    def dead(self) -> tuple[str, ...]: ...
 
     def start(self, events: WorkerEvents) -> None: ...
 
@@ -73,6 +76,11 @@ class WorkerLinks:
             self._legs[leg.boot] = leg
             self._spawn(leg, broken=False)
         self._waiting[leg.boot].append(frame)
+
+    @property
+    def dead(self) -> tuple[str, ...]:
+        """Boots that are known to be dead, the last KNOWN_DEAD."""
+        return tuple(self._dead)
 
     def drop(self, boot: str) -> None:
         """The boot is dead: close its link, dial it no more."""
