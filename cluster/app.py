@@ -11,6 +11,7 @@ all that is needed then is found through the directory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -28,6 +29,7 @@ from tailrace.cluster.progress import PhaseLimits
 from tailrace.cluster.sizes import derive
 from tailrace.cluster.spec import RankSpec
 from tailrace.cluster.supervisor import Supervisor
+from tailrace.model.errors import WorkerError
 from tailrace.model.source import open_source
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class Router:
 
 
 class _Worker:
-    """A worker's replica: the supervisor of its rank process."""
+    """A worker's replica: the supervisor of its rank processes."""
 
     role = ""
     _following: asyncio.Task[None] | None = None
@@ -78,7 +80,8 @@ class _Worker:
     async def __init__(self, args: dict[str, Any], secret: str) -> None:
         name = f"{self.role}-{_rank()}"
         self._config = _start(name, args)
-        spec = RankSpec(self.role, name, _host(), args, secret)
+        address = ray.get_runtime_context().gcs_address
+        spec = RankSpec(self.role, name, _host(), args, secret, ray_address=address)
         self._supervisor = Supervisor(spec, PhaseLimits.of(self._config), _directory(self._config))
         ready = await self._supervisor.start()
         log.info("worker_ready", extra={"fields": {"worker": name, "boot": ready.boot, "port": ready.port}})
@@ -89,6 +92,8 @@ class _Worker:
         its third failed check, and there is nothing left to drain. Cancelled before the rank is stopped on purpose."""
         status = await self._supervisor.wait()
         log.error("rank_died", extra={"fields": {"worker": self._supervisor.spec.name, "status": status}})
+        with contextlib.suppress(WorkerError):
+            self._supervisor.check()  # says which rank began it, and why
         os._exit(1)
 
     def check_health(self) -> None:

@@ -1,4 +1,4 @@
-"""The command `tailrace`: serve, check, status, chat. Shows and asks; every decision is made elsewhere."""
+"""The command `tailrace`: serve, check, status, replay, chat. Shows and asks; every decision is made elsewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from rich.table import Table
 from tailrace.cluster.client import Client
 from tailrace.cluster.config import TailraceConfig, load_file
 from tailrace.cluster.sizes import Sizes, derive
+from tailrace.kv_cache.layout import PageLayout
 from tailrace.model.errors import ConfigError, PeerError, TailraceError
-from tailrace.model.source import describe, open_source
+from tailrace.model.source import open_source
+from tailrace.model.state_sizes import SUPER_PAGE_TOKENS
 
 cli = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Serves language models with prefill apart from decode."
@@ -25,6 +27,7 @@ err = Console(stderr=True)
 
 BAD_CONFIG = 2
 NOT_THERE = 3
+PARTED = 4  # replay: the core no longer does what was recorded
 
 
 @cli.command()
@@ -44,6 +47,9 @@ def serve(
 def check(
     file: Annotated[Path | None, typer.Argument(help="A configuration or Serve YAML.")] = None,
     model: Annotated[str | None, typer.Option(help="Show the state groups of this model instead.")] = None,
+    tokens_per_page: Annotated[int, typer.Option(help="Tokens a super-page, of models that have them.", min=1)] = (
+        SUPER_PAGE_TOKENS
+    ),
 ) -> None:
     """Validate FILE without starting anything and print what follows from it; or the state groups of a model."""
     if file is None and model is None:
@@ -53,7 +59,10 @@ def check(
         source = open_source(model or config.model)
         out.print(_sizes_table(config, derive(config, source.config)))
     if model is not None:
-        out.print(_groups_table(model))
+        from tailrace.cluster.model_view import render
+
+        for part in render(model, tokens_per_page):
+            out.print(part)
 
 
 @cli.command()
@@ -66,6 +75,49 @@ def status(
     with Client(url) as client:
         for part in render(client.cluster()):
             out.print(part)
+
+
+@cli.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A flight recording that a worker has written.")],
+    last: Annotated[int, typer.Option(help="Events to show, from the end; 0 for all.", min=0)] = 40,
+) -> None:
+    """Run a flight recording again and find the event that broke the law.
+
+    Ends with 0 if the law holds to the end, with 1 if it is broken, with 4 if only the core parts from the recording.
+    """
+    from tailrace.cluster.replay_view import render
+    from tailrace.transfer.recording import load
+    from tailrace.transfer.replay import Replay
+
+    try:
+        recording = load(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    run = Replay(recording)
+    outcome = run.run()
+    for part in render(recording, run, last):
+        out.print(part)
+    if outcome.broken is not None:
+        raise typer.Exit(1)
+    if outcome.diverged is not None:
+        raise typer.Exit(PARTED)
+
+
+@cli.command("replay-decisions")
+def replay_decisions(
+    file: Annotated[Path, typer.Argument(help="The router's decision_log.")],
+    policy: Annotated[str, typer.Option(help="A placement policy.")],
+) -> None:
+    """Ask another policy what it would have chosen in each logged placement, and what was predicted for that choice.
+
+    The loads are those of the log: what would have followed from other choices, only a simulation tells.
+    """
+    from tailrace.cluster.decisions_view import render
+    from tailrace.router.decision_log import load
+
+    for part in render(load(file), policy):
+        out.print(part)
 
 
 @cli.command()
@@ -102,33 +154,37 @@ def _read_line() -> str:
         return ""
 
 
+def _by_pool(values: dict[str, int]) -> str:
+    """One number if the pools agree, else each with its pool."""
+    if len(set(values.values())) == 1:
+        return str(next(iter(values.values())))
+    return ", ".join(f"{value} ({role})" for role, value in values.items())
+
+
 def _sizes_table(config: TailraceConfig, sizes: Sizes) -> Table:
-    layout = sizes.layout
     table = Table("derived", "value", title=f"{config.model}: valid", title_justify="left")
+    total = 0
     for role in ("ctx", "gen"):
-        pages, bytes_all = sizes.num_pages(role), sizes.num_pages(role) * layout.bytes_per_page
+        pages, rank, tp = sizes.num_pages(role), sizes.rank_layout(role), config.pool(role).tp
+        layout = sizes.layout(role)
+        rank_bytes = pages * rank.bytes_per_page
+        total += config.pool(role).replicas * tp * rank_bytes
         table.add_row(f"{role} workers", str(config.pool(role).replicas))
-        table.add_row(f"{role} pages a worker", f"{pages} ({pages - 1} usable), {bytes_all / 2**20:.1f} MiB")
-        table.add_row(f"{role} tokens a worker", str((pages - 1) * layout.tokens_per_page))
-    table.add_row("bytes a page", str(layout.bytes_per_page))
-    table.add_row("bytes a token", str(layout.bytes_per_page // layout.tokens_per_page))
+        table.add_row(f"{role} pages a worker", f"{pages} ({pages - 1} usable), {tp * rank_bytes / 2**20:.1f} MiB")
+        if tp > 1 and isinstance(rank, PageLayout) and isinstance(layout, PageLayout):
+            heads = rank.group.fields[0].kv_heads
+            held = f"{heads} of {layout.group.fields[0].kv_heads} key-value heads"
+            table.add_row(f"{role} ranks a worker", f"{tp}, each with {held}, {rank_bytes / 2**20:.1f} MiB")
+        state = layout.num_state_pages
+        table.add_row(f"{role} tokens a worker", str((pages - 1 - state) * layout.tokens_per_page))
+        if state:
+            table.add_row(f"{role} state a sequence", f"{state} pages, {state * layout.bytes_per_page / 2**20:.2f} MiB")
+    page = {role: sizes.layout(role).bytes_per_page for role in ("ctx", "gen")}
+    token = {role: nbytes // sizes.layout(role).tokens_per_page for role, nbytes in page.items()}
+    table.add_row("bytes a page", _by_pool(page))
+    table.add_row("bytes a token", _by_pool(token))
     table.add_row("tokens of one request at most", str(sizes.max_request_tokens))
-    total = sum(config.pool(role).replicas * sizes.num_pages(role) * layout.bytes_per_page for role in ("ctx", "gen"))
     table.add_row("shared memory in all", f"{total / 2**20:.1f} MiB")
-    return table
-
-
-def _groups_table(model: str) -> Table:
-    sizes = describe(open_source(model))
-    title = f"{sizes.name}: {sizes.family}, {sizes.num_parameters:,} parameters, revision {sizes.revision}"
-    table = Table("state group", "layers", "fields", "looks back", title=title, title_justify="left")
-    for group in sizes.groups:
-        fields = ", ".join(f"{f.name} {f.kv_heads}x{f.dim}" for f in group.fields)
-        table.add_row(
-            group.kind.value, str(group.num_layers), fields, "over all" if group.window is None else str(group.window)
-        )
-    per_token = ", ".join(f"{dtype} {count:,}" for dtype, count in sizes.kv_bytes_per_token.items())
-    table.caption = f"bytes a token: {per_token}; positions: {sizes.max_position:,}"
     return table
 
 

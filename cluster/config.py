@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     PoolBytes = ChunkBytes = BodyBytes = TierBytes = int
 else:
     PoolBytes, ChunkBytes, BodyBytes, TierBytes = (_size_type(n) for n in (1, 4096, 1024, 0))
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9.\[\]:_-]+)$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Ints = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Strict(False)]
 
@@ -129,10 +130,23 @@ class Pool(Placement):
     """One of the two pools of workers."""
 
     replicas: int = setting(1, "Workers in the pool.", ge=1, le=4096)
-    tp: int = setting(1, "Ranks that share one worker's model (tensor parallelism).", status="prototype", ge=1, le=64)
-    kv_bytes: PoolBytes | None = setting(None, "Page pool of each worker here; unset: the top-level kv_bytes.")
+    tp: Literal[1, 2, 4, 8] = setting(
+        1, "Rank processes that share one worker's model (tensor parallelism), all on one host."
+    )
+    kv_bytes: PoolBytes | None = setting(
+        None, "Page pool of each worker here, all its ranks together; unset: the top-level kv_bytes."
+    )
+    tokens_per_page: int | None = setting(
+        None, "Tokens a page of these workers; unset: the top-level tokens_per_page.", ge=1, le=1024
+    )
+    dtype: Literal["bfloat16", "float32"] | None = setting(
+        None, "Storage and arithmetic type of these workers; unset: the top-level dtype. Differing ones need a codec."
+    )
     threads: int | None = setting(
-        None, "Threads of one rank's tensor work; unset: the cores this process may use.", ge=1, le=1024
+        None,
+        "Threads of one rank's tensor work; unset: the cores this process may use, divided by tp.",
+        ge=1,
+        le=1024,
     )
 
 
@@ -148,6 +162,15 @@ class CtxPool(Pool):
 
 class GenPool(Pool):
     """Workers that decode."""
+
+    drafts: int = setting(
+        0,
+        "Tokens that the model's own draft block guesses for a sequence and step, verified in the next; 0: none. "
+        "Answers stay the same; ctx computes the block for prompts, too. DeepSeek V3, V3.2, V4 (one token).",
+        status="prototype",
+        ge=0,
+        le=16,
+    )
 
     @classmethod
     def _unknown(cls, key: str) -> str:
@@ -177,9 +200,18 @@ class Replay(Section):
 class Tenant(Section):
     """One tenant's share."""
 
-    weight: float = setting(1.0, "Share of prefill capacity when tenants compete.", status="prototype", gt=0, le=1e6)
+    weight: float = setting(
+        1.0, "Share of prompt and output tokens while tenants compete, against the others' weights.", gt=0, le=1e6
+    )
     rate: float | None = setting(
-        None, "Requests a second at most; above it 429 with Retry-After.", status="prototype", gt=0, le=1e6
+        None,
+        "Prompt and output tokens a second at most, on average; ten seconds' worth may come at once. Above it 429 with "
+        "Retry-After.",
+        gt=0,
+        le=1e9,
+    )
+    api_keys: Annotated[tuple[SecretStr, ...], Strict(False)] = setting(
+        (), "Bearer keys of this tenant, accepted beside the top level's."
     )
 
 
@@ -200,7 +232,13 @@ class TailraceConfig(Section):
     )
 
     # --- pages and passes
-    tokens_per_page: int = setting(16, "Tokens a page; divides block_tokens or is a multiple of it.", ge=1, le=1024)
+    tokens_per_page: int = setting(
+        16,
+        "Tokens a page; divides block_tokens or is a multiple of it. Unset, families whose rows have formats of their "
+        "own take 128 or the multiple that they need.",
+        ge=1,
+        le=1024,
+    )
     block_tokens: int = setting(64, "Tokens a block hash covers, one value for the cluster.", ge=1, le=4096)
     kv_bytes: PoolBytes = setting(2**30, "Page pool of each worker, in shared memory; bytes or e.g. 1GiB.")
     max_num_tokens: int = setting(512, "Tokens of one pass at most; also the largest prefill chunk.", ge=1, le=131_072)
@@ -214,12 +252,21 @@ class TailraceConfig(Section):
 
     # --- transfer
     transport: Literal["auto", "shm", "nixl", "in_process", "peer", "ucx", "ray"] = setting(
-        "auto", "How pages move: shm on one host, nixl between hosts; auto probes which one works for a pair."
+        "auto",
+        "How pages move: shm on one host, nixl or ucx between hosts; auto probes, in this order, which one works for a "
+        "pair. ray, the benchmarks' baseline, moves whole tensors through Ray's object store.",
     )
     codec: Literal["raw", "int8", "fp8", "int4", "lossless", "auto"] = setting(
-        "raw", "How pages are packed on the wire.", status="prototype"
+        "raw",
+        "How pages are packed on the wire. int8, fp8 and int4 change answers a little; auto chooses for each pair by "
+        "what its link and the codecs are seen to take.",
     )
-    verify_pages: bool = setting(False, "Check a sum over every page that moved.", status="prototype")
+    codecs_allowed: Annotated[tuple[Literal["int8", "fp8", "int4"], ...], Strict(False)] = setting(
+        (), "Lossy codecs that codec auto may choose, beside raw and lossless."
+    )
+    verify_pages: bool = setting(
+        False, "Gen compares sums of every page it got with those ctx took; a wrong page is read again or recomputed."
+    )
     pin_lease_s: Seconds = setting(30.0, "How long ctx keeps pages for a reader it hears nothing from.")
     request_lease_s: Seconds = setting(10.0, "A worker cancels work whose ingress has been silent this long.")
     kv_transfer_timeout_s: Seconds = setting(
@@ -228,8 +275,10 @@ class TailraceConfig(Section):
     transceiver_runtime: Literal["auto", "python", "ray"] = setting(
         "auto", "python is our transceiver, which auto means; ray lets Ray move the pages (baseline)."
     )
-    landing_chunks: int = setting(8, "Landing chunks of each gen worker (nixl).", ge=1, le=1024)
-    landing_chunk_bytes: ChunkBytes = setting(4 * 2**20, "Size of one landing chunk (nixl).")
+    landing_chunks: int = setting(16, "Landing chunks of each gen worker (nixl, ucx, ray).", ge=1, le=1024)
+    landing_chunk_bytes: ChunkBytes = setting(
+        4 * 2**20, "Size of one landing chunk (nixl, ucx); two pages, if ctx's and gen's differ, at least."
+    )
     pairs_per_worker: int = setting(8, "Peers that one worker is paired with at once, at most.", ge=1, le=1024)
     peer_sms: int | None = setting(
         None, "GPU programs of the peer read kernel at most.", status="prototype", ge=1, le=1024
@@ -252,9 +301,11 @@ class TailraceConfig(Section):
         "full", "What the hand-off carries for families with derived state.", status="prototype"
     )
     replay: Replay = section(Replay, "Bounded replay for families with derived state.")
-    backflow: bool = setting(False, "Gen sends pages of finished turns back to ctx.", status="prototype")
+    backflow: bool = setting(
+        False, "Ctx reads the pages of finished turns from gens on its host, so that the next turn finds them there."
+    )
     shadow_check_every: int = setting(
-        0, "Gen recomputes a block of one request in this many and compares; 0 is off.", status="prototype", ge=0
+        0, "Gen recomputes the last full block of one hand-off in this many and compares; 0 is off.", ge=0
     )
 
     # --- host tier
@@ -268,7 +319,9 @@ class TailraceConfig(Section):
 
     # --- routing
     placement: Literal["round_robin", "least_tokens", "least_prefill", "prefix"] = setting(
-        "least_prefill", "How the router chooses a ctx."
+        "least_prefill",
+        "How the router chooses a ctx: the one that is ready first (least_prefill), the same with prefixes kept "
+        "together under load (prefix), or without regard to what is cached (least_tokens, round_robin).",
     )
     local_prefill_max_tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = setting(
         "auto", "Prompts of at most this many tokens are prefilled by a gen itself; auto: by predicted cost."
@@ -276,25 +329,55 @@ class TailraceConfig(Section):
     local_prefill: Literal["auto", "never"] = setting(
         "auto", "auto: a gen prefills itself where it is cheaper or no ctx lives; never: only with a ctx."
     )
+    decision_log: str = setting(
+        "", "File to which the router writes each placement and what came of it, as JSON lines; empty: none."
+    )
+    decision_log_bytes: int = setting(
+        64 * 2**20, "Size of that file and of the older one beside it, together.", ge=65_536, le=2**40
+    )
     retries: bool = setting(True, "Re-place a request whose worker died or lost its pages.")
-    prompt_token_cache: bool = setting(False, "Re-use tokenizations of known prompt prefixes.", status="prototype")
+    prompt_token_cache: bool = setting(
+        True,
+        "Re-use tokenizations of known prompt prefixes, in at most 64 MiB an ingress and 64 MiB a host; the ids are "
+        "those of plain tokenization.",
+    )
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral"] = setting(
+        "auto", "How the model writes tool calls; auto: as its chat template says. Without tools in it: hermes."
+    )
     router_wait_s: Seconds = setting(5.0, "An ingress holds new requests this long without a router, then 503.")
     max_queued_requests: int = setting(
         256, "Requests that the router admits but has not begun, at most.", ge=1, le=10**6
     )
+    max_queue_wait_s: Seconds = setting(
+        20.0,
+        "A request that would wait longer than this for its prefill is refused at once; to keep the time to the first "
+        "token under load within k times that of an idle cluster, set k - 1 times the latter.",
+    )
     max_worker_deaths_per_request: int = setting(
         2, "A request present at this many worker deaths ends as failed.", ge=1, le=100
     )
-    max_migrations_in_flight: int | None = setting(
-        None, "Migrations one ctx serves at once.", status="prototype", ge=1, le=4096
+    max_migrations_in_flight: int = setting(
+        8,
+        "Requests of dead workers that one ctx, or one gen by itself, prefills anew at once, before new ones.",
+        ge=1,
+        le=4096,
     )
+    breaker_faults: int = setting(
+        5, "Faults of a worker in a row, or deaths, after which it gets no more requests.", ge=1, le=1000
+    )
+    breaker_probe_s: Seconds = setting(2.0, "Time after which one request may try such a worker again.")
     drain_limit_s: Seconds = setting(30.0, "A worker that goes away finishes its streams for at most this long.")
 
     # --- clients
     api_keys: Annotated[tuple[SecretStr, ...], Strict(False)] = setting(
-        (), "Accepted bearer keys; empty: no key is asked for."
+        (), "Accepted bearer keys, each a tenant of its own; none here nor under tenants: no key is asked for."
     )
-    tenants: dict[str, Tenant] = setting({}, "Shares of named tenants.", status="prototype")
+    cors_origins: Annotated[tuple[Origin, ...], Strict(False)] = setting(
+        (), "Origins whose web pages may call the API, e.g. https://chat.example.org, or *; empty: no CORS headers."
+    )
+    tenants: dict[Annotated[str, Field(min_length=1, max_length=128)], Tenant] = setting(
+        {}, "Shares of named tenants: by their keys, or by X-Tenant where no keys are asked for. Others have weight 1."
+    )
     header_wait_s: Seconds = setting(20.0, "Response headers wait this long for the first token or error.")
     slow_reader_s: Seconds = setting(30.0, "A streaming client that takes nothing for this long is cancelled.")
     max_active_requests: int = setting(
@@ -329,6 +412,12 @@ class TailraceConfig(Section):
     compile_limit_s: Seconds = setting(600.0, "Compiling and warming up without progress for this long is stuck.")
     run_limit_s: Seconds = setting(30.0, "A running loop that ended no pass for this long is stuck and replaced.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting("INFO", "Level of our own log records.")
+    flight_recorder_bytes: int = setting(
+        2**20, "What a worker's flight recorder keeps, about; 0 switches it off.", ge=0, le=2**30
+    )
+    flight_recorder_dir: str = setting(
+        "", "Where recordings are written; empty: `tailrace-recordings` where the system keeps temporary files."
+    )
     faults: bool = setting(False, "Tests only: opens POST /debug/faults on the operators' port.")
 
     @classmethod
@@ -355,6 +444,21 @@ class TailraceConfig(Section):
         """kv_bytes of one worker of that pool."""
         own = self.pool(role).kv_bytes
         return self.kv_bytes if own is None else own
+
+    def page_tokens(self, role: str) -> int:
+        """tokens_per_page of the workers of that pool."""
+        own = self.pool(role).tokens_per_page
+        return self.tokens_per_page if own is None else own
+
+    def page_tokens_said(self, role: str) -> int | None:
+        """The same, if the operator has said it; None: it follows from the model."""
+        said = "tokens_per_page" in self.model_fields_set
+        own = self.pool(role).tokens_per_page
+        return self.tokens_per_page if own is None and said else own
+
+    def page_dtype(self, role: str) -> str:
+        """dtype of the workers of that pool."""
+        return self.pool(role).dtype or self.dtype
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -26,22 +26,12 @@ class Later:
 
 LATER: tuple[Later, ...] = (
     Later("dtype", lambda v: v == "float16", NO_GPU_PATH + "; on the CPU use bfloat16 or float32"),
-    Later("ctx.tp", lambda v: v > 1, "tensor parallelism is not in this release: use 1"),
-    Later("gen.tp", lambda v: v > 1, "tensor parallelism is not in this release: use 1"),
-    Later("placement", lambda v: v == "prefix", "needs cache events, which workers do not send yet"),
     Later(
         "transport",
         lambda v: v == "in_process",
-        "is a test double inside one process, and ctx and gen are separate processes: use shm or nixl",
+        "is a test double inside one process, and ctx and gen are separate processes: use shm, nixl or ucx",
     ),
     Later("transport", lambda v: v == "peer", NO_GPU_PATH),
-    Later("transport", lambda v: v == "ucx", "is not in this release: use nixl"),
-    Later("transport", lambda v: v == "ray", "is the benchmarks' baseline and not in this release: use shm or nixl"),
-    Later(
-        "transceiver_runtime", lambda v: v == "ray", "is the benchmarks' baseline and not in this release: use python"
-    ),
-    Later("codec", lambda v: v != "raw", "is not in this release: use raw"),
-    Later("verify_pages", bool, "page sums are not in this release"),
     Later("capture_batch_sizes", lambda v: v is not None, "CUDA graphs: " + NO_GPU_PATH),
     Later("sampling_variants", lambda v: v is not None, "CUDA graphs: " + NO_GPU_PATH),
     Later("peer_sms", lambda v: v is not None, NO_GPU_PATH),
@@ -54,11 +44,6 @@ LATER: tuple[Later, ...] = (
     Later("handoff_mode", lambda v: v != "full", "needs a family with derived state, and there is none yet: use full"),
     Later("replay.encoder", lambda v: v is not None, "needs a family with derived state, and there is none yet"),
     Later("replay.decoder", lambda v: v is not None, "needs a family with derived state, and there is none yet"),
-    Later("backflow", bool, "is not in this release"),
-    Later("shadow_check_every", lambda v: v > 0, "the shadow check is not in this release: use 0"),
-    Later("max_migrations_in_flight", lambda v: v is not None, "migration is not in this release"),
-    Later("prompt_token_cache", bool, "is not in this release"),
-    Later("tenants", bool, "fair shares and rates are not in this release"),
 )
 
 
@@ -86,11 +71,20 @@ def _shown(value: object) -> str:
 
 
 def _together(c: TailraceConfig) -> Iterator[str]:
-    if c.block_tokens % c.tokens_per_page and c.tokens_per_page % c.block_tokens:
+    sizes = {"": c.tokens_per_page, "ctx.": c.ctx.tokens_per_page, "gen.": c.gen.tokens_per_page}
+    for where, tokens in sizes.items():
+        if tokens is not None and c.block_tokens % tokens and tokens % c.block_tokens:
+            yield (
+                f"{where}tokens_per_page: {tokens} neither divides block_tokens ({c.block_tokens}) "
+                "nor is a multiple of it"
+            )
+    if c.codec == "raw" and c.page_dtype("ctx") != c.page_dtype("gen"):
         yield (
-            f"tokens_per_page: {c.tokens_per_page} neither divides block_tokens ({c.block_tokens}) "
-            "nor is a multiple of it"
+            f"codec: 'raw' brings no pages of {c.page_dtype('ctx')} (ctx) into pages of {c.page_dtype('gen')} (gen): "
+            "choose a codec, or one dtype"
         )
+    if c.weights == "quantized" and c.gen.tp > 1:
+        yield f"weights: quantized weights are not split over ranks, and gen.tp is {c.gen.tp}: use dense or gen.tp 1"
     if c.max_num_tokens < c.max_batch_size:
         yield (
             f"max_num_tokens: {c.max_num_tokens} is less than max_batch_size ({c.max_batch_size}): "
@@ -102,6 +96,14 @@ def _together(c: TailraceConfig) -> Iterator[str]:
             "transport ray and transceiver_runtime ray imply each other"
         )
     yield from _prompt_tail(c)
+    if c.backflow:
+        yield from _back_flow(c)
+    if c.transport == "ray":
+        yield from _whole_tensors(c)
+    if c.codecs_allowed and c.codec != "auto":
+        yield f"codecs_allowed: {', '.join(c.codecs_allowed)} may be chosen by codec 'auto', and codec is {c.codec!r}"
+    if len(set(c.codecs_allowed)) != len(c.codecs_allowed):
+        yield "codecs_allowed: a codec stands there twice"
     if c.local_prefill == "never" and c.local_prefill_max_tokens not in ("auto", 0):
         yield (
             f"local_prefill_max_tokens: {c.local_prefill_max_tokens} asks a gen to prefill short prompts, "
@@ -114,10 +116,72 @@ def _together(c: TailraceConfig) -> Iterator[str]:
         )
     if c.heartbeat_s * 2 > c.pin_lease_s:
         yield f"pin_lease_s: {c.pin_lease_s} is less than twice heartbeat_s ({c.heartbeat_s})"
-    if len({key.get_secret_value() for key in c.api_keys}) != len(c.api_keys):
-        yield "api_keys: a key stands there twice"
-    if any(len(key.get_secret_value()) < 8 for key in c.api_keys):
-        yield "api_keys: a key is shorter than 8 characters"
+    yield from _keys(c)
+
+
+def unfit_for_rows(c: TailraceConfig) -> Iterator[str]:
+    """What cannot be done with pages that only their model can take apart, one line each."""
+    wrong = {
+        "codec": c.codec if c.codec != "raw" else None,
+        "weights": c.weights if c.weights != "dense" else None,
+        "ctx.tp": c.ctx.tp if c.ctx.tp > 1 else None,
+        "gen.tp": c.gen.tp if c.gen.tp > 1 else None,
+        "backflow": c.backflow or None,
+        "shadow_check_every": c.shadow_check_every or None,
+    }
+    for key, value in wrong.items():
+        if value is not None:
+            yield f"{key}: {value!r} needs pages of plain keys and values"
+    ctx, gen = (c.page_tokens_said(role) or "unset" for role in ("ctx", "gen"))
+    if ctx != gen:
+        yield f"gen.tokens_per_page: {gen} and {ctx} (ctx) must be the same"
+    if c.page_dtype("ctx") != c.page_dtype("gen"):
+        yield f"gen.dtype: {c.page_dtype('gen')} and {c.page_dtype('ctx')} (ctx) must be the same"
+
+
+def _keys(c: TailraceConfig) -> Iterator[str]:
+    """A bearer key says who asks, so it stands once in the whole file."""
+    seen: set[str] = set()
+    places = {"api_keys": c.api_keys} | {f"tenants.{name}.api_keys": t.api_keys for name, t in c.tenants.items()}
+    for path, keys in places.items():
+        words = [key.get_secret_value() for key in keys]
+        if len(set(words)) != len(words):
+            yield f"{path}: a key stands there twice"
+        if seen.intersection(words):
+            yield f"{path}: a key stands elsewhere too"
+        if any(len(word) < 8 for word in words):
+            yield f"{path}: a key is shorter than 8 characters"
+        seen.update(words)
+
+
+def _back_flow(c: TailraceConfig) -> Iterator[str]:
+    """Ctx reads gen's memory, and only what ctx itself would have computed may be found there."""
+    if c.transport in ("nixl", "ucx"):
+        yield f"backflow: ctx reads gens over shared memory only, and transport is {c.transport!r}: use auto or shm"
+    if c.weights == "quantized":
+        yield "backflow: gens decode on quantized weights, so their pages are not those that ctx would compute"
+    if c.page_dtype("ctx") != c.page_dtype("gen"):
+        yield f"backflow: pages of {c.page_dtype('gen')} (gen) do not become pages of {c.page_dtype('ctx')} (ctx)"
+
+
+def _whole_tensors(c: TailraceConfig) -> Iterator[str]:
+    """What Ray, which moves whole tensors as they are, cannot do."""
+    wrong = {
+        "codec": c.codec if c.codec != "raw" else None,
+        "ctx.tp": c.ctx.tp if c.ctx.tp > 1 else None,
+        "gen.tp": c.gen.tp if c.gen.tp > 1 else None,
+        "backflow": c.backflow or None,
+    }
+    for key, value in wrong.items():
+        if value is not None:
+            yield f"{key}: {value!r} is unsupported with transport ray, which moves whole tensors as they are"
+    for key in ("tokens_per_page", "dtype"):
+        ctx, gen = (getattr(c.pool(role), key) or getattr(c, key) for role in ("ctx", "gen"))
+        if ctx != gen:
+            yield (
+                f"gen.{key}: {gen} and {ctx} (ctx) are unsupported with transport ray, "
+                "which moves whole tensors as they are"
+            )
 
 
 def _prompt_tail(c: TailraceConfig) -> Iterator[str]:

@@ -8,26 +8,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from tailrace.cluster.config import TailraceConfig
 from tailrace.cluster.discovery import ROUTER, Directory
+from tailrace.cluster.keys import bearer_keys
 from tailrace.cluster.sizes import derive
 from tailrace.cluster.spec import new_boot
+from tailrace.kv_cache.arena import SHARED_MEMORY
 from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.model.errors import ConfigError, PeerError
 from tailrace.model.source import ModelSource, open_source
+from tailrace.router.decision_log import DecisionLog
 from tailrace.router.flow import FlowPolicy
+from tailrace.router.heap import Heap
 from tailrace.router.http_app import build_app
+from tailrace.router.http_limits import LimitedProtocol
 from tailrace.router.ingress import IngressConfig, IngressService
 from tailrace.router.router_link import Address, RouterLink
-from tailrace.router.server import RouterServer
+from tailrace.router.server import TICK_S, RouterServer
 from tailrace.router.settings import RouterSettings
+from tailrace.router.tenants import Share
+from tailrace.router.text_cuts import exact_cuts
+from tailrace.router.token_cache import PromptTokenCache
+from tailrace.router.token_store import TokenStore
 from tailrace.router.worker_links import WorkerLinks
 from tailrace.transfer.links import Identity
 
@@ -35,6 +46,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 HTTP_GRACE_S = 1
+TOKEN_CACHE_BYTES = TOKEN_STORE_BYTES = 64 << 20  # about 60 MB of text each
 PORT_POLL_S = 0.2
 
 
@@ -53,7 +65,7 @@ def ingress_config(config: TailraceConfig, source: ModelSource, process: str) ->
             router_wait_s=config.router_wait_s,
             request_lease_s=config.request_lease_s,
         ),
-        api_keys=tuple(key.get_secret_value() for key in config.api_keys),
+        api_keys=bearer_keys(config),
         max_active_requests=config.max_active_requests,
         max_body_bytes=config.max_body_bytes,
         header_wait_s=config.header_wait_s,
@@ -61,7 +73,23 @@ def ingress_config(config: TailraceConfig, source: ModelSource, process: str) ->
         stats_period_s=config.stats_period_s,
         public_metrics=config.public_metrics,
         tokenizer_threads=config.ingress.tokenizer_threads,
+        tool_parser=config.tool_parser,
+        cors_origins=config.cors_origins,
     )
+
+
+def token_cache(config: TailraceConfig, source: ModelSource) -> PromptTokenCache | None:
+    """The prompt-token cache, shared with this node's other ingress processes if there are to be any."""
+    if not config.prompt_token_cache:
+        return None
+    cuts = exact_cuts(source.tokenizer, source.tokenizer.added_tokens())
+    if cuts is None:
+        log.warning("prompt_token_cache_off", extra={"fields": {"reason": "this tokenizer's texts have no exact cuts"}})
+        return None
+    store = None
+    if config.ingress.replicas > 1:
+        store = TokenStore(SHARED_MEMORY / f"tailrace-{config.app_name}-tokens", TOKEN_STORE_BYTES)
+    return PromptTokenCache(source.tokenizer, cuts, revision=source.revision, max_bytes=TOKEN_CACHE_BYTES, store=store)
 
 
 def router_settings(config: TailraceConfig) -> RouterSettings:
@@ -73,6 +101,11 @@ def router_settings(config: TailraceConfig) -> RouterSettings:
         local_prefill_max_tokens=None if threshold == "auto" else threshold,
         pairs_per_worker=config.pairs_per_worker,
         max_waiting=config.max_queued_requests,
+        max_wait_s=config.max_queue_wait_s,
+        tenants={name: Share(tenant.weight, tenant.rate) for name, tenant in config.tenants.items()},
+        max_migrations_in_flight=config.max_migrations_in_flight,
+        breaker_faults=config.breaker_faults,
+        breaker_probe_s=config.breaker_probe_s,
         max_worker_deaths_per_request=config.max_worker_deaths_per_request,
         request_lease_s=config.request_lease_s,
         heartbeat_s=config.heartbeat_s,
@@ -87,10 +120,13 @@ class RouterFront:
     def __init__(self, config: TailraceConfig, directory: Directory, secret: bytes, *, name: str, host: str) -> None:
         self._config, self._directory, self._host = config, directory, host
         model = config.model_name or open_source(config.model).name
+        decisions = DecisionLog(Path(config.decision_log), config.decision_log_bytes) if config.decision_log else None
         self._server = RouterServer(
-            name, router_settings(config), secret, model=model, faults=config.faults, boot=new_boot()
-        )
+            name, router_settings(config), secret, model=model, faults=config.faults, boot=new_boot(),
+            decisions=decisions,
+        )  # fmt: skip
         self._watch: asyncio.Task[None] | None = None
+        self._heap: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
@@ -119,6 +155,7 @@ class RouterFront:
             await self._server.stop()
             raise ConfigError(f"operators_port: {error}") from None
         self._watch = asyncio.create_task(self._server.serve_forever(), name="router")
+        self._heap = asyncio.create_task(_collect_garbage(self._server), name="router-heap")
         entry = {"host": self._host, "port": self._server.port, "boot": self._server.boot}
         await asyncio.to_thread(self._directory.publish, ROUTER, entry)
 
@@ -132,6 +169,8 @@ class RouterFront:
         entry = await asyncio.to_thread(self._directory.lookup, ROUTER)
         if entry is not None and entry.get("boot") == self._server.boot:
             await asyncio.to_thread(self._directory.withdraw, ROUTER)
+        if self._heap is not None:
+            self._heap.cancel()
         await self._server.stop()
         if self._watch is not None:
             await asyncio.wait([self._watch])
@@ -141,6 +180,7 @@ class IngressFront:
     """One ingress. `app` is its ASGI application, whose lifespan starts and ends everything."""
 
     def __init__(self, config: TailraceConfig, directory: Directory, secret: bytes, *, name: str, host: str) -> None:
+        _leave_a_core()
         source = open_source(config.model)
         me = Identity("ingress", name, new_boot())
         self.described = {"boot": me.boot}
@@ -152,6 +192,7 @@ class IngressFront:
             BlockHasher(secret, config.block_tokens),
             RouterLink(self._find_router, me, secret),
             WorkerLinks(me, secret),
+            token_cache=token_cache(config, source),
         )
         self.app = build_app(service)
         self._server: _Server | None = None
@@ -169,7 +210,14 @@ class IngressFront:
         sock = _bound(host, port)
         self._server = _Server(
             uvicorn.Config(
-                self.app, log_config=None, access_log=False, timeout_graceful_shutdown=HTTP_GRACE_S, lifespan="on"
+                self.app,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=HTTP_GRACE_S,
+                lifespan="on",
+                http=LimitedProtocol,
+                ws="none",
+                proxy_headers=False,
             )
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]), name="http")
@@ -194,6 +242,24 @@ class IngressFront:
     async def _find_router(self) -> Address | None:
         entry = await asyncio.to_thread(self._directory.lookup, ROUTER)
         return None if entry is None else (entry["host"], entry["port"], entry["boot"])
+
+
+async def _collect_garbage(server: RouterServer) -> None:
+    """Between the router's events, as long as it runs."""
+    heap = Heap()
+    heap.begin()
+    try:
+        while True:
+            await asyncio.sleep(TICK_S)
+            heap.tick(server.num_workers)
+    finally:
+        heap.end()
+
+
+def _leave_a_core() -> None:
+    """The tokenizers library takes as many threads as there are cores, and while it has a long prompt the event loop
+    would have to share one. Read when it first tokenizes; what the operator has set stands."""
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
 
 
 class _Server(uvicorn.Server):

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from tailrace.cluster.client import Client, Samples
 from tailrace.cluster.config import TailraceConfig, load_config, read_args, read_yaml
 from tailrace.cluster.discovery import WORKER_PREFIX, Directory, RayDirectory
+from tailrace.cluster.keys import bearer_keys
 from tailrace.cluster.launcher import LocalCluster, check_port_free
 from tailrace.cluster.sizes import derive
 from tailrace.kv_cache.arena import SHARED_MEMORY
@@ -60,7 +61,7 @@ class Plan:
     @property
     def key(self) -> str | None:
         """A key that our own question may use."""
-        return self.config.api_keys[0].get_secret_value() if self.config.api_keys else None
+        return next(iter(bearer_keys(self.config)), None)
 
 
 def make_plan(file: Path, port: int | None, operators_port: int | None) -> Plan:

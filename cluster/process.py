@@ -5,7 +5,7 @@
 Processes that share a directory are one application. When it serves, one JSON line stands on stdout:
 {"ready": true, "role": .., "name": .., "host": .., "port": .., "boot": .., "pid": ..}. A failure is a line on stderr
 and a non-zero status. SIGTERM ends it in order. ctx and gen run their rank in this very process, unless --supervised
-puts the supervisor in between as under Ray.
+puts the supervisor in between as under Ray; a worker of several ranks always has its supervisor.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Place:
 
     @property
     def spec(self) -> RankSpec:
-        return RankSpec(self.role, self.name, self.host, self.args, self.secret.decode())
+        return RankSpec(self.role, self.name, self.host, self.args, self.secret.decode(), self.port)
 
     def say_ready(self, **fields: Any) -> None:
         line = {"ready": True, "role": self.role, "name": self.name, "pid": os.getpid(), **fields}
@@ -139,7 +139,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, required=True, help="folder that the application's processes share")
     parser.add_argument("--name", default=None, help="the process's name; default ROLE-0, or router")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind and to tell others")
-    parser.add_argument("--port", type=int, default=0, help="ingress only: the HTTP port; 0 takes a free one")
+    parser.add_argument("--port", type=int, default=0, help="ingress: the HTTP port; ctx and gen: of its links")
     parser.add_argument("--supervised", action="store_true", help="ctx and gen: run the rank in a child process")
     return parser.parse_args(arguments)
 
@@ -149,7 +149,7 @@ def main() -> None:
     try:
         place = Place(options)
         if place.role in ("ctx", "gen"):
-            if options.supervised:
+            if options.supervised or place.config.pool(place.role).tp > 1:
                 uvloop.run(run_supervised(place))
             else:
                 run_worker(place)

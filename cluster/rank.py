@@ -1,11 +1,12 @@
 """A worker's rank process, from its first line to its orderly end; a child of cluster/supervisor.py.
 
     python -m tailrace.cluster.rank --parent PID --report-fd N --stamp-fd N      (the spec comes on stdin)
+                                    --channel-fd N .. --meeting-fd N             (where the worker has several ranks)
 
-The main thread is the worker's loop. Thread settings are made before torch is imported, since its OpenMP reads them
-once: spinning threads of two workers on two cores cost more than they compute. The process dies with its supervisor
-(parent-death signal), and on any failure with one log record and a non-zero status. SIGTERM ends it in order: sockets
-closed, the arena unlinked.
+The main thread is the worker's loop, or at a further rank the one that follows rank 0. Thread settings are made before
+torch is imported, since its OpenMP reads them once: spinning threads of two workers on two cores cost more than they
+compute. The process dies with its supervisor (parent-death signal), and on any failure with one log record and a
+non-zero status. SIGTERM to rank 0 ends all in order: followers told, sockets closed, arenas unlinked.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from typing import TYPE_CHECKING, Any
 from tailrace.cluster import log as logs
 from tailrace.cluster.progress import Phase, ProgressStamp
 from tailrace.cluster.spec import RankSpec
+from tailrace.cluster.ties import Ties
+from tailrace.model.errors import TailraceError
 
 if TYPE_CHECKING:
     from tailrace.cluster.worker import Worker
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tailrace.cluster.rank")  # started with -m this module is __main__, whose log goes nowhere
 
 STAMP_PERIOD_S = 0.1
 DRAIN_POLL_S = 0.05
@@ -39,6 +42,7 @@ _PR_SET_PDEATHSIG = 1
 Report = Callable[[dict[str, Any]], None]
 Stamp = Callable[[Phase, float, float | None], None]
 Follow = Callable[["Worker"], None]
+NO_TIES = Ties()
 
 
 def die_with_parent(parent: int) -> None:
@@ -50,37 +54,49 @@ def die_with_parent(parent: int) -> None:
         sys.exit(f"the supervisor {parent} is gone")
 
 
-def set_thread_environment(threads: int | None) -> int:
-    """What OpenMP reads when torch is imported; returns the number of threads. To be called before that import."""
+def set_thread_environment(threads: int | None, tp: int = 1) -> int:
+    """What OpenMP reads when torch is imported; returns the number of threads. To be called before that import.
+
+    `threads`: of this rank; if None, this rank's share of the cores.
+    """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: its OpenMP has read its settings")
-    count = len(os.sched_getaffinity(0)) if threads is None else threads
+    count = max(1, len(os.sched_getaffinity(0)) // tp) if threads is None else threads
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["GOMP_SPINCOUNT"] = "0"
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(count)
     return count
 
 
-def run_rank(spec: RankSpec, report: Report, stamp: Stamp, follow: Follow) -> None:
-    """Load, compile and run one rank until SIGTERM.
+def run_rank(spec: RankSpec, report: Report, stamp: Stamp, follow: Follow, ties: Ties = NO_TIES) -> None:
+    """Load, compile and run one rank: rank 0 until SIGTERM, any other until rank 0 ends it.
 
     Args:
         report: is told {"ready": ...} once the loop is about to run, or {"failed": ...}.
         stamp: is told phase, part done and the time of progress (None: now).
-        follow: runs in a thread of its own and tells the worker where the router is, and to drain.
+        follow: runs in a thread of its own and tells the worker where the router is, and to drain. Rank 0 only.
+        ties: what this process inherited to work with the other ranks.
     """
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: _on_sigterm(stop, number, frame))
+    # A further rank ends when rank 0 does, which has work to end first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if spec.rank else lambda n, frame: _on_sigterm(stop, n, frame))
     config = spec.config
-    logs.configure(config.log_level, spec.name)
+    pool = config.pool(spec.role)
+    logs.configure(config.log_level, spec.title)
     sys.excepthook = lambda kind, error, trace: _root_cause(report, kind, error, trace)
-    threads = set_thread_environment(config.pool(spec.role).threads)
+    threads = set_thread_environment(pool.threads, pool.tp)
     stamp("load", 0.0, None)
-    log.info("rank_starts", extra={"fields": {"role": spec.role, "threads": threads, **logs.versions()}})
+    fields = {"role": spec.role, "rank": spec.rank, "tp": pool.tp, "threads": threads}
+    log.info("rank_starts", extra={"fields": {**fields, **logs.versions()}})
+    if spec.rank:
+        from tailrace.cluster.follower import run_follower  # imports torch
+
+        run_follower(spec, config, ties, threads, lambda phase, done: stamp(phase, done, None))
+        return
     from tailrace.cluster.worker import Worker  # imports torch
 
     started = time.monotonic()
-    worker = Worker(spec, config, threads=threads, progress=lambda phase, done: stamp(phase, done, None))
+    worker = Worker(spec, config, ties, threads=threads, progress=lambda phase, done: stamp(phase, done, None))
     try:
         worker.load()
         worker.warm_up()
@@ -102,7 +118,9 @@ def _on_sigterm(stop: threading.Event, number: int, frame: FrameType | None) -> 
 
 def _root_cause(report: Report, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not issubclass(kind, KeyboardInterrupt):
-        log.error("rank_failed", exc_info=(kind, error, trace), extra={"fields": {"reason": str(error)}})
+        expected = issubclass(kind, TailraceError)  # says all by itself
+        where = None if expected else (kind, error, trace)
+        log.error("rank_failed", exc_info=where, extra={"fields": {"reason": str(error)}})
     report({"failed": f"{kind.__name__}: {error}"})
 
 
@@ -142,6 +160,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One rank of a worker; started by its supervisor.")
     for name in ("parent", "report-fd", "stamp-fd"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--channel-fd", type=int, action="append", default=[])
+    parser.add_argument("--meeting-fd", type=int, default=-1)
     options = parser.parse_args()
     die_with_parent(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the supervisor's parents to decide on
@@ -154,7 +174,8 @@ def main() -> None:
 
     messages = _lines(0)
     spec = RankSpec.from_json(next(messages))
-    run_rank(spec, report, stamp.write, lambda worker: _obey(worker, messages, report))
+    ties = Ties(tuple(options.channel_fd), options.meeting_fd)
+    run_rank(spec, report, stamp.write, lambda worker: _obey(worker, messages, report), ties)
 
 
 if __name__ == "__main__":

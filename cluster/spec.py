@@ -6,7 +6,7 @@ The secret travels here, over the stdin of a child, and so stands in no command 
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from tailrace.cluster.config import TailraceConfig, load_config
@@ -20,7 +20,7 @@ def new_boot() -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """One rank of one worker.
+    """One start of one rank of one worker.
 
     Attributes:
         role: home pool, `ctx` or `gen`.
@@ -28,6 +28,10 @@ class RankSpec:
         host: address that the worker binds and tells its peers.
         args: the configuration as the operator wrote it.
         secret: the cluster secret, hex or the configured text.
+        port: where its links are accepted; 0 for any free one.
+        boot: boot id, one for all ranks of the worker.
+        ray_address: of the Ray that `transport: ray` joins; auto finds that of its host.
+        rank: which of its worker's `tp` ranks; 0 is the one with loop, links and sampler.
     """
 
     role: str
@@ -35,6 +39,10 @@ class RankSpec:
     host: str
     args: dict[str, Any]
     secret: str
+    port: int = 0
+    boot: str = field(default_factory=new_boot)
+    rank: int = 0
+    ray_address: str = "auto"
 
     def __post_init__(self) -> None:
         if self.role not in ("ctx", "gen"):
@@ -45,6 +53,11 @@ class RankSpec:
     @property
     def config(self) -> TailraceConfig:
         return load_config(self.args)
+
+    @property
+    def title(self) -> str:
+        """The process's name in logs."""
+        return f"{self.name}.{self.rank}" if self.rank else self.name
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

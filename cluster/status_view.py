@@ -21,7 +21,7 @@ def render(cluster: dict[str, Any]) -> Iterator[Table]:
     yield whole
     workers = [worker for pool in cluster["pools"].values() for worker in pool["workers"]]
     yield _rows("workers", workers, WORKER_COLUMNS)
-    yield _rows("pairs", cluster["pairs"], ("gen", "ctx"))
+    yield _rows("pairs", cluster["pairs"], ("gen", "ctx", "codec"))
 
 
 def _rows(name: str, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> Table:

@@ -1,46 +1,62 @@
-"""What a rank process is made of: arena, model, pool, engine, transfer thread and loop, put together for ctx or gen.
+"""What rank 0 of a worker is made of: arenas, model, pool, engine, transfer thread and loop, for ctx or for gen.
 
-The one place where the rooms meet. It decides nothing: sizes come from cluster/sizes.py, everything else from the
-parts. `load`, `warm_up`, `start`, `run` and `close` are called once each, in this order, from the main thread.
+The one place where the rooms meet; what a further rank is made of stands in cluster/follower.py. It decides nothing:
+sizes come from cluster/sizes.py, everything else from the parts. `load`, `warm_up`, `start`, `run` and `close` are
+called once each, in this order, from the main thread.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from tailrace.cluster.config import TailraceConfig
+from tailrace.cluster.follower import await_message, meeting_limit_s
 from tailrace.cluster.progress import Phase
-from tailrace.cluster.sizes import Sizes, derive
-from tailrace.cluster.spec import RankSpec, new_boot
+from tailrace.cluster.sizes import derive
+from tailrace.cluster.spec import RankSpec
+from tailrace.cluster.ties import Ties
+from tailrace.cluster.transports import make_transports
 from tailrace.ctx_worker.loop import CtxLoop
 from tailrace.ctx_worker.scheduler import PrefillScheduler
 from tailrace.engine.engine import TORCH_DTYPES, Engine, pool_tensor
+from tailrace.engine.grammar import Grammars
+from tailrace.engine.group import Channel, Followers, Join, Make, Serve, Stop, Vote
+from tailrace.gen_worker.drafting import Drafting
 from tailrace.gen_worker.loop import GenLoop
-from tailrace.gen_worker.scheduler import DecodeScheduler
-from tailrace.kv_cache.arena import Arena, arena_name, unlink_earlier
+from tailrace.gen_worker.scheduler import DecodeScheduler, decode_rows
+from tailrace.gen_worker.shadow import ShadowConfig, relative_bound
+from tailrace.kv_cache.arena import ArenaGroup, arena_name, unlink_earlier
+from tailrace.kv_cache.block_hash import BlockHasher
+from tailrace.kv_cache.layout import PageLayout, RowLayout
 from tailrace.kv_cache.manager import KvManager
+from tailrace.model import drafting
+from tailrace.model.config import ModelConfig
 from tailrace.model.decoder import Decoder
+from tailrace.model.errors import ConfigError, WorkerError
+from tailrace.model.family import RowDecoder
+from tailrace.model.ranks import AllReduce
+from tailrace.model.shard import Shard
 from tailrace.model.source import ModelSource, open_source
-from tailrace.model.weights import load_weights
+from tailrace.model.weights import Weights, load_weights
+from tailrace.transfer.codec_choice import AUTO, RAW, offered
+from tailrace.transfer.codecs import codec_named
+from tailrace.transfer.compat import ROWS
 from tailrace.transfer.core_events import CoreConfig
-from tailrace.transfer.messages import PROTOCOL_VERSION, CompatRecord
+from tailrace.transfer.messages import PROTOCOL_VERSION, CompatRecord, GroupRecord
 from tailrace.transfer.node import Node
 from tailrace.transfer.switchboard import NodeConfig
 from tailrace.transfer.transports.base import PageHook, Transport, Wake
-from tailrace.transfer.transports.nixl import ChunkConfig, NixlTransport
-from tailrace.transfer.transports.shm import ShmTransport
 
 log = logging.getLogger(__name__)
 
-CODECS = ("raw",)
-STAGING_CHUNKS = 4
 # On a CPU a token costs 0.75 ms in a pass of 64 tokens, 0.68 in one of 128 and 0.66 in one of 512.
 FULL_PASS_TOKENS = 128
 
@@ -51,42 +67,112 @@ def arena_owner(worker: str, secret: bytes) -> str:
     return f"{worker}.{hashlib.sha256(secret).hexdigest()[:8]}"
 
 
-def compat_record(config: TailraceConfig, source: ModelSource, sizes: Sizes, kv: torch.Tensor) -> CompatRecord:
-    """What a peer must have alike. `kv`: the allocated pages, [num_pages, layer, field, kv_head, token, dim]."""
-    group = sizes.layout.group
-    names = ",".join(field.name for field in group.fields)
-    shape = "x".join(str(n) for n in kv.shape[1:])
-    description = (
-        f"{group.kind} of layers {group.layers[0]}-{group.layers[-1]}, fields {names}, page {shape} {kv.dtype}"
-    )
-    if group.window is not None:
-        description += f", window {group.window}"
+def compat_record(
+    config: TailraceConfig, source: ModelSource, layout: PageLayout | RowLayout, pools: Sequence[torch.Tensor]
+) -> CompatRecord:
+    """What a peer must know. `layout`: of this worker's pages, every head once; `pools`: the allocated pages of each
+    rank. Raises WorkerError if they are not what a peer will take them for."""
+    if isinstance(layout, PageLayout):
+        return _plain_record(config, source, layout, pools)
+    (pages,) = pools
+    if pages.shape[1] != layout.bytes_per_page:
+        raise WorkerError(f"pages have {pages.shape[1]} bytes, the family's rows fill {layout.bytes_per_page}")
+    groups = tuple(enumerate(layout.rows.describe().split("; ")))
     return CompatRecord(
         protocol=PROTOCOL_VERSION,
         model=source.revision,
-        dtype=config.dtype,
-        tokens_per_page=config.tokens_per_page,
+        dtype=layout.dtype,
+        tokens_per_page=layout.tokens_per_page,
         block_tokens=config.block_tokens,
-        groups=(description,),
-        page_bytes=(kv[0].numel() * kv.element_size(),),
-        tp=1,
-        codecs=CODECS,
+        groups=(GroupRecord(ROWS, None, groups, fields=1, kv_heads=1, dim=layout.bytes_per_page),),
+        page_bytes=(layout.bytes_per_page,),
+        tp=len(pools),
+        codecs=(RAW,),
     )
 
 
+def _plain_record(
+    config: TailraceConfig, source: ModelSource, layout: PageLayout, pools: Sequence[torch.Tensor]
+) -> CompatRecord:
+    """`pools`: [num_pages, layer, field, kv_head of that rank, token, dim] each."""
+    assert isinstance(source.config, ModelConfig)
+    group, heads, kv = layout.group, source.config.num_kv_heads, pools[0]
+    dim, tp = kv.shape[-1], len(pools)
+    held = [len(Shard(rank, tp).kv_heads(heads)) for rank in range(tp)]
+    if [pool.shape[3] for pool in pools] != held or any(pool.shape != kv.shape for pool in pools):
+        shapes = ", ".join(str(tuple(pool.shape)) for pool in pools)
+        raise WorkerError(f"the pages of {tp} ranks for {heads} key-value heads have shapes {shapes}")
+    rows = ", ".join(f"{field.name} {heads}x{dim}" for field in group.fields)
+    record = GroupRecord(
+        kind=group.kind.value,
+        window=group.window,
+        layers=tuple((layer, rows) for layer, _ in zip(group.layers, kv[0], strict=True)),
+        fields=kv.shape[2],
+        kv_heads=heads,
+        dim=dim,
+    )
+    return CompatRecord(
+        protocol=PROTOCOL_VERSION,
+        model=source.revision,
+        dtype=layout.dtype,
+        tokens_per_page=layout.tokens_per_page,
+        block_tokens=config.block_tokens,
+        groups=(record,),
+        page_bytes=(layout.bytes_per_page,),
+        tp=tp,
+        codecs=usable_codecs(config, (*kv.shape[1:3], heads, *kv.shape[4:]), kv.dtype),
+    )
+
+
+def usable_codecs(config: TailraceConfig, page: tuple[int, ...], dtype: torch.dtype) -> tuple[str, ...]:
+    """The codecs of a worker's compat record, for pages [layer, field, kv_head, token, dim].
+
+    Raises:
+        ConfigError: the configured codec has no form for such pages.
+    """
+
+    def problem(name: str) -> str:
+        try:
+            codec_named(name).encoded_bytes(page, dtype)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    if config.codec != AUTO:
+        reason = problem(config.codec)
+        if reason:
+            raise ConfigError(f"codec: {reason}")
+    return offered(config.codec, [name for name in config.codecs_allowed if not problem(name)])
+
+
 class Worker:
-    """One rank. See the module for the order of calls."""
+    """Rank 0, with what it holds of the others. See the module for the order of calls."""
 
     def __init__(
-        self, spec: RankSpec, config: TailraceConfig, *, threads: int, progress: Callable[[Phase, float], None]
+        self,
+        spec: RankSpec,
+        config: TailraceConfig,
+        ties: Ties,
+        *,
+        threads: int,
+        progress: Callable[[Phase, float], None],
     ) -> None:
-        self.spec, self.config, self.boot = spec, config, new_boot()
+        self.spec, self.config, self.boot = spec, config, spec.boot
         self._threads, self._progress = threads, progress
-        self._arena: Arena | None = None
+        self._meeting_point = ties.meeting_point
+        self._shard = Shard(0, config.pool(spec.role).tp)
+        self._channels = [Channel(socket.socket(fileno=fd), f"rank {i}") for i, fd in enumerate(ties.channels, 1)]
+        if len(self._channels) + 1 != self._shard.tp:
+            raise WorkerError(f"{spec.role}.tp is {self._shard.tp} and {len(self._channels)} further ranks are there")
+        self._arenas: ArenaGroup | None = None
         self.node: Node | None = None
 
     def load(self) -> None:
-        """Arena, weights, pool and engine."""
+        """Arenas, weights, pool and engine, at all ranks.
+
+        Raises:
+            WorkerError: another rank cannot; its reason is in the message.
+        """
         config, spec = self.config, self.spec
         torch.set_num_threads(self._threads)
         self.source = open_source(config.model)
@@ -95,23 +181,55 @@ class Worker:
         earlier = unlink_earlier(config.app_name, owner)
         if earlier:
             log.info("earlier_arenas_unlinked", extra={"fields": {"names": earlier}})
-        layout, num_pages = self.sizes.layout, self.sizes.num_pages(spec.role)
-        self._arena = Arena.create(arena_name(config.app_name, owner, self.boot), layout, num_pages)
-        weights = load_weights(
-            self.source,
-            dtype=TORCH_DTYPES[config.dtype],
-            quantized=config.weights == "quantized" and spec.role == "gen",  # prefills have too many rows to gain
-            progress=lambda done, total: self._progress("load", done / total),
-        )
-        self.kv = KvManager(layout, num_pages, config.block_tokens, self._arena.generations)
-        pages = pool_tensor(self._arena.pages, layout)
-        self.engine = Engine(Decoder(weights), pages)
-        self.compat = compat_record(config, self.source, self.sizes, pages)
+        layout, num_pages = self.sizes.rank_layout(spec.role), self.sizes.num_pages(spec.role)
+        names = [arena_name(config.app_name, owner, self.boot, rank) for rank in range(self._shard.tp)]
+        self._arenas = ArenaGroup.create(names, layout, num_pages)
+        for channel, name in zip(self._channels, names[1:], strict=True):
+            channel.send(Make(name))
+        model = self._load_model(layout)
+        self.kv = KvManager(self.sizes.layout(spec.role), num_pages, config.block_tokens, self._arenas.generations)
+        pools = [pool_tensor(pages, layout) for pages in self._arenas.pages]
+        self._followers = Followers(self._channels, pools[1:])
+        self._hear_votes()
+        followers = self._followers if self._channels else None
+        decoder = Decoder(model, self._meet()) if isinstance(model, Weights) else model
+        self.engine = Engine(decoder, pools[0], followers=followers)
+        self.compat = compat_record(config, self.source, self.sizes.layout(spec.role), pools)
+
+    def _load_model(self, layout: PageLayout | RowLayout) -> Weights | RowDecoder:
+        """Rank 0's weights; of a family with rows of its own, its decoder."""
+        source, dtype = self.source, TORCH_DTYPES[layout.dtype]
+
+        def progress(done: int, total: int) -> None:
+            self._progress("load", done / total)
+
+        if source.family is None:
+            quantized = self.config.weights == "quantized" and self.spec.role == "gen"  # prefills would not gain by it
+            return load_weights(source, dtype=dtype, quantized=quantized, progress=progress, shard=self._shard)
+        assert not isinstance(source.config, ModelConfig)
+        load = drafting.load if self.config.gen.drafts else source.family.load
+        decoder = load(source.tensors, source.config, dtype, layout.tokens_per_page, progress)
+        source.tensors.drop_pages()
+        return decoder
+
+    def _hear_votes(self) -> None:
+        """Nobody acts before every rank has said that it can."""
+        for rank, channel in enumerate(self._channels, 1):
+            vote: Vote = await_message(channel, Vote, self._progress)
+            if vote.why:
+                raise WorkerError(f"rank {rank} cannot serve: {vote.why}")
+
+    def _meet(self) -> AllReduce | None:
+        if not self._channels:
+            return None
+        self._followers.tell(Join())
+        return AllReduce(self._shard, self._meeting_point, meeting_limit_s(self.config))
 
     def warm_up(self) -> None:
         """Run every shape of step once, so that no request waits for it."""
         self._progress("compile", 0.0)
         self.engine.warm_up(self.config.max_num_tokens, self.config.max_batch_size)
+        self._followers.tell(Serve())
 
     def start(self) -> tuple[str, int]:
         """Start the transfer thread and make the loop; returns the address that peers, router and ingresses dial."""
@@ -122,6 +240,7 @@ class Worker:
             home=spec.role,
             duty=spec.role,
             host=spec.host,
+            port=spec.port,
             secret=spec.secret.encode(),
             compat=self.compat,
             max_num_tokens=config.max_num_tokens,
@@ -134,12 +253,20 @@ class Worker:
                 kv_transfer_timeout_s=config.kv_transfer_timeout_s,
                 retry_failed_transfers=config.transfer_failure_policy == "recompute",
                 prompt_tail_tokens=config.gen_prompt_tail_tokens,
+                verify_pages=config.verify_pages,
             ),
             heartbeat_s=config.heartbeat_s,
             report_s=config.stats_period_s,
             faults=config.faults,
+            recorder_bytes=config.flight_recorder_bytes,
+            recorder_dir=config.flight_recorder_dir,
+            backflow=config.backflow,
+            max_batch_size=0
+            if spec.role == "ctx"
+            else decode_rows(config.max_batch_size, config.max_num_tokens, config.gen.drafts),
         )
-        self.node = Node(node, self.kv, self._transports)
+        assert self._arenas is not None
+        self.node = Node(node, self.kv, self._transports, pages=self._arenas.pages)
         address = self.node.start()
         self.loop = self._loop()
         return address
@@ -149,11 +276,14 @@ class Worker:
         self.loop.run(stop)
 
     def close(self) -> None:
-        """Orderly end, of whatever was begun: links closed, the arena's name removed."""
+        """Orderly end, of whatever was begun: links closed, followers told, the arenas' names removed."""
         if self.node is not None:
             self.node.stop()
-        if self._arena is not None:
-            self._arena.unlink()
+        for channel in self._channels:
+            with suppress(WorkerError):  # it is gone already
+                channel.send(Stop())
+        if self._arenas is not None:
+            self._arenas.unlink()
 
     # ---------------------------------------------------------------------------------------------- from other threads
 
@@ -180,31 +310,31 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ parts
 
     def _transports(self, wake: Wake, hook: PageHook | None) -> list[Transport]:
-        """In order of preference: within a host shared memory, between hosts nixl, where it is installed."""
-        config, made = self.config, []
-        assert self._arena is not None
-        if config.transport in ("auto", "shm"):
-            made.append(ShmTransport(self._arena, wake=wake, hook=hook))
-        if config.transport == "nixl" or (config.transport == "auto" and importlib.util.find_spec("nixl")):
-            reads = self.spec.role == "gen"
-            chunks = ChunkConfig(
-                landing_chunks=config.landing_chunks if reads else 0,
-                staging_chunks=0 if reads else STAGING_CHUNKS,
-                chunk_bytes=config.landing_chunk_bytes,
-            )
-            made.append(NixlTransport(self.boot, self._arena, chunks, wake=wake, hook=hook))
-        return made
+        assert self._arenas is not None
+        whole = [self.sizes.rank_layout(r).bytes_per_page * self.config.pool(r).tp for r in ("ctx", "gen")]
+        return make_transports(self.config, self.spec, self.boot, self._arenas, wake, hook, whole)
 
     def _loop(self) -> CtxLoop | GenLoop:
         config, eos_ids = self.config, self.source.eos_ids
         assert self.node is not None
         prefill = PrefillScheduler(config.max_num_tokens, full_tokens=FULL_PASS_TOKENS)
+        grammars = Grammars(lambda: self.source.tokenizer, self.source.config.vocab_size, eos_ids)
         if self.spec.role == "ctx":
-            return CtxLoop(self.engine, self.kv, self.node, prefill, eos_ids=eos_ids)
+            return CtxLoop(self.engine, self.kv, self.node, prefill, eos_ids=eos_ids, grammars=grammars)
         decode = DecodeScheduler(
-            self.sizes.layout,
+            self.sizes.layout(self.spec.role),
             max_batch_size=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
             max_gen_init_admissions_per_pass=config.max_gen_init_admissions_per_pass,
+            max_drafts=config.gen.drafts,
         )
-        return GenLoop(self.engine, self.kv, self.node, decode, prefill, eos_ids=eos_ids)
+        shadow = None
+        if config.shadow_check_every:
+            retry = config.transfer_failure_policy == "recompute"
+            bound = relative_bound(self.compat.dtype, self.compat.codecs)
+            shadow = ShadowConfig(config.shadow_check_every, bound, retry)
+        hasher = BlockHasher(self.spec.secret.encode(), config.block_tokens) if config.backflow else None
+        return GenLoop(
+            self.engine, self.kv, self.node, decode, prefill, eos_ids=eos_ids, grammars=grammars, hasher=hasher,
+            shadow=shadow, drafting=Drafting(config.gen.drafts) if config.gen.drafts else None,
+        )  # fmt: skip
