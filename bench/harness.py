@@ -53,12 +53,41 @@ class Row:
             raise ValueError(f"row {self.name}: status {self.status!r} with value {self.value}, reason {self.reason!r}")
 
 
-def arguments(description: str, names: Sequence[str], *, trace: str | None = None) -> argparse.Namespace:
-    """The command line of every bench: --quick, --json FILE, --only NAME, and --trace FILE where it replays one."""
-    parser = argparse.ArgumentParser(description=description)
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a part of a bench is asked for. A part is a module with `NAMES` and `rows(options) -> list[Row]`.
+
+    Attributes:
+        pairs: interleaved turns of each measurement, at least MIN_PAIRS.
+        names: of the rows that are wanted; a part gives those of its own NAMES that are among them.
+    """
+
+    quick: bool
+    pairs: int
+    names: tuple[str, ...]
+
+    def wants(self, name: str) -> bool:
+        return name in self.names
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """What every bench takes: --quick, --json FILE, --only NAME."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--only", action="append", metavar="NAME", help="rows whose name begins so; may be repeated")
+    return parser
+
+
+def arguments(
+    description: str,
+    names: Sequence[str],
+    *,
+    trace: str | None = None,
+    parser: argparse.ArgumentParser | None = None,
+) -> argparse.Namespace:
+    """The command line of every bench, --trace FILE where it replays one, and what `parser` has beside; `names`."""
+    parser = parser or parser_of(description)
     if trace is not None:
         default = ROOT.parent / "shared" / "traces" / trace
         parser.add_argument("--trace", type=Path, default=default, metavar="FILE")
@@ -75,7 +104,7 @@ def interleaved(
         raise ValueError(f"{pairs} pairs are too few, at least {MIN_PAIRS}")
     samples: dict[str, list[float]] = {name: [] for name in measures}
     for turn in range(warm_ups + pairs):
-        order = list(measures) if turn % 2 == 0 else list(reversed(measures))
+        order = list(measures) if turn % 2 == 0 else list(measures)[::-1]
         for name in order:
             value = measures[name]()
             if turn >= warm_ups:
