@@ -9,6 +9,8 @@ from loop_fakes import EOS_IDS, Clock, FakeEngine, FakeNode, expected_tokens, ha
 from tailrace.ctx_worker.scheduler import PrefillScheduler
 from tailrace.gen_worker.loop import GenLoop
 from tailrace.gen_worker.scheduler import DecodeScheduler
+from tailrace.gen_worker.shadow import ShadowConfig
+from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, FaultsSet, Key
@@ -26,6 +28,8 @@ class Gen:
         prefill: bool = True,
         window: int | None = None,
         tokens_per_page: int = 4,
+        shadow: ShadowConfig | None = None,
+        hasher: BlockHasher | None = None,
     ) -> None:
         self.clock = Clock()
         self.window = window
@@ -37,8 +41,9 @@ class Gen:
             self.kv.layout, max_batch_size=batch, max_num_tokens=budget, max_gen_init_admissions_per_pass=admissions
         )
         self.loop = GenLoop(
-            self.engine, self.kv, self.node, self.scheduler, self.prefill, eos_ids=EOS_IDS, clock=self.clock
-        )
+            self.engine, self.kv, self.node, self.scheduler, self.prefill,
+            eos_ids=EOS_IDS, hasher=hasher, shadow=shadow, clock=self.clock,
+        )  # fmt: skip
         self.node.events.append(FaultsSet(True))
         self.loop.run_pass()
         self.handoffs: dict[Key, Handoff] = {}

@@ -16,14 +16,16 @@ from typing import Any
 from zlib import crc32
 
 from tailrace.kv_cache.block_hash import BlockHasher
-from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout
+from tailrace.kv_cache.layout import SCRATCH_PAGE, Layout, PageLayout, RowLayout
 from tailrace.kv_cache.manager import KvManager
 from tailrace.kv_cache.pool import PageState
+from tailrace.model.row_groups import RowField, RowGroup
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
 from tailrace.transfer import core_events as ce
 from tailrace.transfer.ctx_core import CtxCore
 from tailrace.transfer.gen_core import GenCore
+from tailrace.transfer.law import disagreement
 from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, FirstToken, PrefillResult
 from tailrace.transfer.messages import (
     Bind,
@@ -46,16 +48,31 @@ from tailrace.transfer.messages import (
     unpack_ids,
 )
 from tailrace.transfer.transports.base import LandedIn, PostDone, ReadDone
+from tailrace.transfer.transports.landing import ChunkState, LandingBook
 
 PAGE = 4
 NAMESPACE = b"n" * 16
 KINDS = {"ready": Ready, "handoff": Handoff, "release": Release, "landed": LandedIn, "want": Want}
+PASSING = ("pages", "headroom", "pair", "draining", "decoding")  # why a gen says no that may say yes later
 CONFIG = ce.CoreConfig(pin_lease_s=3.0, request_lease_s=2.0, kv_transfer_timeout_s=4.0)
 
 
 def layout(page: int = PAGE) -> PageLayout:
     group = StateGroup(GroupKind.HISTORY, (0,), (Field("k", 1, 2), Field("v", 1, 2)))
     return PageLayout(group, page, "float32")
+
+
+PLAIN = layout()
+
+
+def row_layout() -> RowLayout:
+    """Pages of the same tokens and three state pages, of which the last has nothing in it after an even length."""
+    groups = (
+        RowGroup(GroupKind.HISTORY, (0,), (RowField("h", 4, "f"),), tokens_per_row=2),
+        RowGroup(GroupKind.WINDOW, (0, 1), (RowField("w", 4, "f"),), rows=2),
+        RowGroup(GroupKind.TAIL, (0,), (RowField("t", 8, "f"),), rows=1, period=2),
+    )
+    return RowLayout(groups, PAGE, "float32")
 
 
 def state_of(tokens: tuple[int, ...], ordinal: int) -> int:
@@ -92,13 +109,24 @@ class Worker:
 
     def __init__(self, world: World, name: str, boot: str, pages: int) -> None:
         self.world, self.name, self.boot, self.alive = world, name, boot, True
-        self.kv = KvManager(layout(), pages + 1, PAGE)
+        self.kv = KvManager(world.layout, pages + 1, PAGE)
         self.memory: dict[int, Any] = {}
         self.kv.set_poison(lambda freed: self.memory.update(dict.fromkeys(freed, "poison")))
         self.measures: dict[str, float] = defaultdict(float)
+        self.stopped = False  # like SIGSTOP
+        self.waiting: list[Any] = []
+
+    def resume(self, *, ticks_first: bool) -> None:
+        """Everything that waits comes at once; whether before or after its own clock is chance."""
+        self.stopped = False
+        waiting, self.waiting = [event for event in self.waiting if not isinstance(event, ce.Tick)], []
+        for event in (ce.Tick(), *waiting) if ticks_first else (*waiting, ce.Tick()):
+            self.feed(event)
 
     def feed(self, event: Any) -> None:
-        if self.alive:
+        if self.alive and self.stopped:
+            self.waiting.append(event)  # at its door; its clock goes on, and nobody looks at it
+        elif self.alive:
             for action in self.core.handle(event, self.world.now):
                 self.act(action)
 
@@ -115,8 +143,24 @@ class Worker:
                 self.on_loop(action.event)
             case ce.Measure():
                 self.measures[action.metric] += action.value
+            case ce.StartSums():
+                world.later(world.sum_s, lambda: self.sum(action.job))
             case _:
                 self.on_transport(action)
+
+    def sum(self, job: ce.SumJob) -> None:
+        """What the helper thread does; a content's sum is its checksum."""
+        found = tuple(
+            b"".join(crc32(repr((self.memory.get(p.page), p.row, p.n)).encode()).to_bytes(8, "little") for p in parts)
+            for parts in job.parts
+        )
+        if job.expected:
+            self.feed(ce.SumsDone(job.job, equal=tuple(a == b for a, b in zip(found, job.expected, strict=True))))
+            return
+        stands = [
+            self.kv.descriptor_generation(p[0].page) == g for p, g in zip(job.parts, job.generations, strict=True)
+        ]
+        self.feed(ce.SumsDone(job.job, tuple(s if ok else b"" for s, ok in zip(found, stands, strict=True))))
 
     def on_loop(self, event: Any) -> None:
         raise NotImplementedError
@@ -163,6 +207,9 @@ class Ctx(Worker):
     def step(self) -> None:
         if not self.alive:
             return
+        if self.stopped:
+            self.world.later(0.01, self.step)
+            return
         key = next((k for k, job in self.jobs.items() if self.reserve(job)), None)
         if key is None or self.paused:
             self.world.later(self.world.chunk_s / 2, self.step)
@@ -185,12 +232,18 @@ class Ctx(Worker):
         return True
 
     def chunk_end(self, key: tuple[str, int], job: Prefill, end: int) -> None:
+        if self.stopped:
+            self.world.later(0.01, lambda: self.chunk_end(key, job, end))
+            return
         if self.alive and self.jobs.get(key) is job:
+            layout = self.kv.layout
             for ordinal in range(job.computed // PAGE, -(-end // PAGE)):
                 self.memory[job.pages[ordinal]] = state_of(job.tokens[:end], ordinal)
+            for i in range(layout.num_state_pages):
+                self.memory[job.pages[i - layout.num_state_pages]] = ("rows", job.tokens[:end], i)
             job.computed = end
             self.order.append(f"computed {end}")
-            reach = job.pages[: -(-end // PAGE)]
+            reach = job.pages if layout.num_pages(end) == len(job.pages) else job.pages[: -(-end // PAGE)]
             new = tuple((o, p) for o, p in enumerate(reach) if o >= len(job.pinned))
             self.kv.pin([page for _, page in new])
             job.pinned = list(reach)
@@ -220,8 +273,7 @@ class Gen(Worker):
         self.core = world.gen_core(self.kv, self, world.config, lambda: self.headroom)
         self.running: dict[tuple[str, int], Admitted] = {}
         self.reads: dict[int, tuple[str, bool]] = {}  # job -> (boot, begun)
-        self.chunks: dict[int, Any] = {}  # landing chunk -> (key, boot) while granted or landed
-        self.sequences: dict[int, int] = defaultdict(int)
+        self.book = LandingBook(world.landing_chunks, world.units_per_grant * self.kv.layout.bytes_per_page)
         self.closed: list[str] = []
         self.resets: list[str] = []
         self.admitted: list[Admitted] = []
@@ -232,16 +284,17 @@ class Gen(Worker):
 
     # Wire
     def grants(self, key: Any, boot: str, n: int) -> tuple[LandingGrant, ...]:
-        free = [c for c in range(self.world.landing_chunks) if c not in self.chunks][:n]
-        for chunk in free:
-            self.chunks[chunk] = (key, boot, "granted")
-            self.sequences[chunk] += 1
-        size = self.world.units_per_grant * self.kv.layout.bytes_per_page
-        return tuple(LandingGrant(c, self.sequences[c], size) for c in free)
+        return self.book.grant(key, boot, n, self.world.units_per_grant)
 
     def reclaim(self, key: Any, boot: str) -> None:
-        for chunk in [c for c, v in self.chunks.items() if v == (key, boot, "granted")]:
-            del self.chunks[chunk]
+        self.book.reclaim(key, boot)
+
+    @property
+    def chunks(self) -> int:
+        """Landing chunks that are out or being unpacked."""
+        counts = self.book.counts()
+        assert counts.free + counts.granted + counts.unpacking == counts.total
+        return counts.granted + counts.unpacking
 
     def still_valid(self, boot: str, seen: tuple[tuple[int, int], ...]) -> bool:
         peer = self.world.boots[boot]
@@ -264,16 +317,20 @@ class Gen(Worker):
     def check(self, event: Admitted) -> None:
         tokens = self.world.requests[event.key[0]].tokens
         assert event.handoff.num_tokens == len(tokens)
-        assert len(event.pages) == -(-len(tokens) // PAGE)
-        for ordinal, page in enumerate(event.pages):
-            assert self.memory.get(page) == state_of(tokens, ordinal), f"wrong state in page {page} of {event.key}"
+        layout, history = self.kv.layout, -(-len(tokens) // PAGE)
+        assert len(event.pages) == layout.num_pages(len(tokens))
+        for ordinal, page in enumerate(event.pages[: layout.moved_pages(len(tokens))]):
+            right = state_of(tokens, ordinal) if ordinal < history else ("rows", tokens, ordinal - history)
+            assert self.memory.get(page) == right, f"wrong state in page {page} of {event.key}"
 
     def let_go(self, event: Admitted) -> None:
         del self.running[event.key]
         self.kv.release([page for page in event.pages if page != SCRATCH_PAGE])
 
     def end(self, event: Admitted) -> None:
-        if self.alive and self.running.get(event.key) is event:
+        if self.stopped:
+            self.world.later(0.01, lambda: self.end(event))
+        elif self.alive and self.running.get(event.key) is event:
             self.check(event)
             handoff = event.handoff
             self.kv.publish(handoff.namespace, handoff.hashes, event.pages, handoff.num_tokens)
@@ -285,17 +342,18 @@ class Gen(Worker):
     def on_transport(self, action: Any) -> None:
         match action:
             case ce.StartRead():
+                if action.job.landed is not None:
+                    assert self.book.begin_unpack(action.job.landed)
                 self.reads[action.job.job] = (action.job.boot, False)
                 self.world.later(self.world.read_s, lambda: self.read(action.job))
             case ce.AbandonRead():
                 pass
             case ce.DropLanded():
-                self.chunks.pop(action.landed.chunk, None)
+                self.book.drop(action.landed)
             case ce.ClosePair() | ce.ResetPair():
                 if not self.world.landing:
                     assert not any(boot == action.boot for boot, _ in self.reads.values()), "closed under a read"
-                for chunk in [c for c, v in self.chunks.items() if v[1:] == (action.boot, "granted")]:
-                    del self.chunks[chunk]
+                self.book.disconnect(action.boot)
                 (self.closed if isinstance(action, ce.ClosePair) else self.resets).append(action.boot)
                 if isinstance(action, ce.ResetPair):
                     self.world.later(0.3, lambda: self.world.pair(action.boot, self))
@@ -304,26 +362,30 @@ class Gen(Worker):
         """The copy itself: writes its destinations, whatever became of the request."""
         if not self.alive:
             return
-        if self.world.held and not (job.boot in self.world.dead and job.key not in self.core):
+        held = self.world.held and not (job.boot in self.world.dead and job.key not in self.core)
+        if held or self.stopped:
             self.world.later(0.01, lambda: self.read(job))
             return
         peer, ok, stale = self.world.boots[job.boot], [], []
-        if job.landed is not None:
-            self.chunks.pop(job.landed.chunk, None)
         for descriptor, page in job.units:
             decoding = any(page in admitted.pages for admitted in self.running.values())
             idle = self.kv._pool.state(page) in (PageState.FREE, PageState.CACHED)
             assert not decoding and not idle, f"a copy for {job.key} writes into page {page} of another owner"
             if job.landed is not None:
                 self.memory[page] = self.world.in_chunks[self.boot, job.landed.chunk][descriptor.ordinal]
+                self.world.spoil(self, descriptor.ordinal, page)
                 ok.append(descriptor)
                 continue
             self.memory[page] = peer.memory.get(descriptor.page)
+            self.world.spoil(self, descriptor.ordinal, page)
             unchanged = peer.kv.descriptor_generation(descriptor.page) == descriptor.generation
             (ok if unchanged else stale).append(descriptor)
         del self.reads[job.job]
+        if job.landed is not None:
+            self.book.end_unpack(job.landed)
         error = self.world.read_errors.pop() if self.world.read_errors else None
-        self.feed(ReadDone(job.job, job.key, () if error else tuple(ok), tuple(stale), error))
+        nbytes = len(ok) * self.kv.layout.bytes_per_page
+        self.feed(ReadDone(job.job, job.key, () if error else tuple(ok), tuple(stale), error, nbytes, nbytes))
 
 
 def delta(key: tuple[str, int], finish: str | None) -> Delta:
@@ -345,11 +407,15 @@ class World:
         ctx_core: Callable[..., CtxCore] = CtxCore,
         gen_core: Callable[..., GenCore] = GenCore,
         retries: int = 3,
+        layout: Layout | None = None,
     ) -> None:
+        self.layout = layout or PLAIN
         self.config, self.landing, self.ctx_core, self.gen_core = config, landing, ctx_core, gen_core
         self.ctx_pages, self.gen_pages, self.retries = ctx_pages, gen_pages, retries
         self.chunk_tokens, self.chunk_s, self.read_s, self.wire_s, self.decode_s = 8, 0.05, 0.02, 0.001, 0.3
         self.landing_chunks, self.units_per_grant = 3, 2
+        self.sum_s = 0.004  # of the thread that sums pages
+        self.spoil: Callable[[Any, int, int], None] = lambda worker, ordinal, page: None  # after each copied page
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -367,6 +433,10 @@ class World:
         self.known_agents: dict[tuple[str, str], int] = {}  # (ctx, gen) -> which of gen's agents ctx writes to
         self.requests: dict[str, Request] = {}
         self.binds = itertools.count(1)
+        self.pending: dict[tuple[str, int], str] = {}  # key -> the gen that was asked last
+        self.missing: set[tuple[str, int]] = set()  # bound, and not in the gen's whole set of a second ago
+        self.epoch = 1
+        self.ticks = 0
         self.unbound: dict[tuple[str, int], str] = {}  # key -> ctx boot, while no gen is bound
         self.frames: list[tuple[str, str, Any]] = []
         self.hasher = BlockHasher(b"secret", PAGE)
@@ -393,13 +463,59 @@ class World:
     def tick(self) -> None:
         for worker in list(self.workers.values()):
             worker.feed(ce.Tick())
-            if worker.alive:
+            if worker.alive and self.ticks % 10 == 0:
                 worker.kv.check()
+        if self.ticks % 10 == 0:
+            self.reconcile()
+        self.ticks += 1
         if self.renewing and int(self.now * 10) % 5 == 0:
             self.renew()
         self.later(0.1, self.tick)
 
     # ---------------------------------------------------------------------------------------------------------- workers
+
+    def check_laws(self) -> None:
+        """Of each worker's books, of its landing chunks, and between its core and its books."""
+        for worker in self.workers.values():
+            if not worker.alive:
+                continue
+            worker.kv.check()
+            if isinstance(worker.core, CtxCore | GenCore):
+                wrong = disagreement(worker.core, worker.kv._pool)
+                assert wrong is None, f"{worker.boot}: {wrong}"
+            if isinstance(worker, Gen):
+                worker.book.check()
+                assert worker.chunks >= 0
+
+    def reconcile(self) -> None:
+        """The router hears from the whole sets that a gen has dropped a request which its ctx still has."""
+        missing = set()
+        for request in self.requests.values():
+            ctx, gen = self.boots.get(request.ctx), self.boots.get(request.gen)
+            if request.outcome is not None or ctx is None or gen is None or not gen.alive or gen.stopped:
+                continue
+            if request.key not in gen.core and ctx.alive and request.key in ctx.core:
+                missing.add(request.key)
+                if request.key in self.missing:
+                    request.gen = ""
+                    self.unbound[request.key] = request.ctx
+                    self.bind(request.key)
+        self.missing = missing
+
+    def stop(self, name: str) -> None:
+        self.workers[name].stopped = True
+
+    def resume(self, name: str, *, ticks_first: bool) -> None:
+        if self.workers[name].stopped:
+            self.workers[name].resume(ticks_first=ticks_first)
+
+    def new_router(self) -> None:
+        """Another router takes office: it knows nothing, and counts its frames anew."""
+        self.epoch += 1
+        self.binds = itertools.count(1)
+        self.unbound.clear()
+        for worker in self.workers.values():
+            worker.feed(ce.RouterUp(f"router.{self.epoch}"))
 
     def start(self, role: str, name: str) -> Worker:
         self.boot_numbers[name] += 1
@@ -447,6 +563,8 @@ class World:
                     self.again(request, "lost")
             elif request.outcome is None and boot == request.ctx and not request.gen:
                 self.again(request, "lost")
+            elif request.outcome is None and not request.gen and self.pending.get(request.key) == boot:
+                self.later(0.05, lambda key=request.key: self.bind(key))  # it was asked, and never answered
 
     def gens(self) -> list[Any]:
         return [w for w in self.workers.values() if isinstance(w, Gen) and w.alive]
@@ -489,7 +607,7 @@ class World:
         def run() -> None:
             if not ctx.alive:
                 return
-            if self.held:
+            if self.held or ctx.stopped:
                 self.later(0.01, run)
                 return
             stale = any(ctx.kv.descriptor_generation(d.page) != d.generation for d in job.pages)
@@ -509,8 +627,9 @@ class World:
         grant = job.grant
         if not gen.alive or gen.agents(ctx.boot) != agent:
             return
-        owner = gen.chunks.get(grant.chunk)
-        assert owner is not None and gen.sequences[grant.chunk] == grant.sequence, "wrote into another's chunk"
+        chunk = gen.book._chunks[grant.chunk]
+        right = chunk.state is ChunkState.GRANTED and chunk.sequence == grant.sequence
+        assert right, "wrote into another's chunk"
         self.in_chunks[gen.boot, grant.chunk] = content
         landed = Landed(*job.key, grant.chunk, grant.sequence, grant.nbytes, 0, job.pages)
         self.notify(gen, LandedIn(ctx.boot, landed))
@@ -522,10 +641,8 @@ class World:
         landed = event.landed
 
         def run() -> None:
-            owner = gen.chunks.get(landed.chunk)
-            if owner is None or owner[2] != "granted" or gen.sequences[landed.chunk] != landed.sequence:
+            if not gen.alive or not gen.book.announce(event.boot, landed):
                 return  # what the transport itself refuses: an old sequence number
-            gen.chunks[landed.chunk] = (*owner[:2], "unpacking")
             gen.feed(event)
 
         for _ in range(2 if todo == "dup" else 1):
@@ -539,8 +656,12 @@ class World:
             self.bind((frame.request, frame.attempt))
         elif isinstance(frame, NotNow):
             key = (frame.request, frame.attempt)
-            if key in self.unbound:
+            request = self.requests[frame.request]
+            if key in self.unbound and frame.why in PASSING:
                 self.later(frame.retry_s, lambda: self.bind(key))
+            elif key in self.unbound and request.key == key and request.outcome is None:
+                del self.unbound[key]
+                self.again(request, "bind_failed")
         elif isinstance(frame, Bound):
             key = (frame.request, frame.attempt)
             request = self.requests[frame.request]
@@ -565,6 +686,7 @@ class World:
         args = (len(request.tokens), request.params.max_tokens, 1, hashes, NAMESPACE)
         bind = Bind(next(self.binds), *key, ctx, *args)
         self.later(self.wire_s, lambda: gen.feed(ce.FromRouter(bind)))
+        self.pending[key] = gen.boot
         self.later(1.0, lambda: None if gen.alive else self.bind(key))  # the bind died with it
 
     def submit(self, name: str, tokens: tuple[int, ...], max_tokens: int = 8, samples: int = 1) -> Request:
@@ -649,7 +771,8 @@ class World:
             assert worker.core.idle, f"{worker.boot} still has entries"
             assert worker.used == 0, f"{worker.boot}: {worker.kv.counts()}"
             if isinstance(worker, Gen):
-                assert not worker.chunks, f"{worker.boot}: landing chunks out {worker.chunks}"
+                worker.book.check()
+                assert not worker.chunks, f"{worker.boot}: landing chunks out {worker.book.counts()}"
 
 
 def prompt(family: int, length: int, salt: int = 0) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ import yaml
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-READY_S = 60.0
+READY_S = 150.0  # on a busy machine a process may take a minute to import torch
 USED_STATES = ("held", "pinned", "quarantined")
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -71,18 +71,25 @@ class LocalCluster:
         path: an empty folder for directory, config and logs.
         model: model spec for the config.
         ctx, gen, ingress: how many of each.
-        config: settings over DEFAULTS; `ctx_config` / `gen_config` sections for settings that differ by process name.
+        config: settings over DEFAULTS; `ctx_config`, `gen_config`: over the `ctx` and `gen` sections of DEFAULTS.
         per_process: process name -> settings over the common ones (pairs that must not fit together).
+        programs: process name -> what stands in for `-m tailrace.cluster.process` (tests/odd_process.py and its words).
+        options: process name -> more arguments of its command line (--host, --port).
+        max_open_files: of each process.
     """
 
     def __init__(
         self, path: Path, model: str, *, ctx: int = 1, gen: int = 1, ingress: int = 1,
-        per_process: dict[str, dict[str, Any]] | None = None, app: str | None = None, **config: Any,
+        per_process: dict[str, dict[str, Any]] | None = None, app: str | None = None,
+        programs: dict[str, list[str]] | None = None, options: dict[str, list[str]] | None = None,
+        max_open_files: int | None = None, **config: Any,
     ) -> None:  # fmt: skip
         self.path = path
         self.app = app or f"t{os.getpid()}_{abs(hash(str(path))) % 100000}"
-        self.config = {**DEFAULTS, "app_name": self.app, "model": model, **config}
-        self.per_process = per_process or {}
+        pools = {role: DEFAULTS[role] | config.pop(f"{role}_config", {}) for role in ("ctx", "gen")}
+        self.config = {**DEFAULTS, **pools, "app_name": self.app, "model": model, **config}
+        self.per_process, self.programs, self.options = per_process or {}, programs or {}, options or {}
+        self.max_open_files = max_open_files
         self.counts = {"router": 1, "ctx": ctx, "gen": gen, "ingress": ingress}
         self.processes: dict[str, Process] = {}
         self.path.mkdir(parents=True, exist_ok=True)
@@ -114,8 +121,11 @@ class LocalCluster:
         config = self.path / f"{name}.yaml"
         config.write_text(yaml.safe_dump(settings))
         log = self.path / f"{name}.log"
-        command = [sys.executable, "-m", "tailrace.cluster.process", role, "--config", str(config)]
-        command += ["--directory", str(self.path / "directory"), "--name", name]
+        command = [sys.executable, *self.programs.get(name, ["-m", "tailrace.cluster.process"]), role]
+        command += ["--config", str(config), "--directory", str(self.path / "directory"), "--name", name]
+        command += self.options.get(name, [])
+        if self.max_open_files is not None:
+            command = ["prlimit", f"--nofile={self.max_open_files}", *command]
         with log.open("a") as sink:
             popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, text=True)
         process = self.processes[name] = Process(name, popen, log)

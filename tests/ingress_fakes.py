@@ -21,6 +21,7 @@ from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.model.source import ModelSource, open_source
 from tailrace.router.flow import FlowPolicy
 from tailrace.router.http_app import build_app
+from tailrace.router.http_limits import LimitedProtocol
 from tailrace.router.ingress import IngressConfig, IngressService
 from tailrace.router.router_link import RouterLink
 from tailrace.router.worker_links import WorkerLinks
@@ -186,7 +187,8 @@ class FakeWorker:
         await self.gate.wait()
         prompt = unpack_ids(submit.prompt_ids)
         before = len(unpack_ids(submit.output_ids))
-        runs = [run_of(self.cluster.outputs(prompt, i), submit, self.cluster.eos) for i in range(submit.samples)]
+        numbers = range(submit.first_sample, submit.first_sample + submit.samples)
+        runs = [run_of(self.cluster.outputs(prompt, i), submit, self.cluster.eos) for i in numbers]
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if submit.params.prompt_logprobs is not None:
             top = submit.params.prompt_logprobs
@@ -229,7 +231,7 @@ class FakeWorker:
         return Delta(
             request=submit.request,
             attempt=submit.attempt,
-            sample=sample,
+            sample=submit.first_sample + sample,
             start=start,
             ids=pack_ids(ids),
             logprobs=() if top is None else tuple(fake_logprob(t, top) for t in ids),
@@ -434,7 +436,7 @@ async def serving(outputs: Outputs, *, eos: frozenset[int] | None = None, **chan
 
 
 @contextlib.asynccontextmanager
-async def ingress(cluster: FakeCluster, **changes) -> AsyncIterator[Api]:
+async def ingress(cluster: FakeCluster, *, http=LimitedProtocol, **changes) -> AsyncIterator[Api]:
     config = config_of(**changes)
     source = smollm2()
     me = Identity("ingress", config.process, secrets.token_hex(4))
@@ -442,7 +444,16 @@ async def ingress(cluster: FakeCluster, **changes) -> AsyncIterator[Api]:
         config, remembering(), source.chat_template, BlockHasher(SECRET, 16),
         RouterLink(cluster.find, me, SECRET), WorkerLinks(me, SECRET),
     )  # fmt: skip
-    server = Server(uvicorn.Config(build_app(service), port=0, log_level="critical", timeout_graceful_shutdown=2))
+    server = Server(
+        uvicorn.Config(
+            build_app(service),
+            port=0,
+            log_level="critical",
+            timeout_graceful_shutdown=2,
+            http=http,
+            ws="none",
+        )
+    )
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.005)

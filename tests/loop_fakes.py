@@ -18,7 +18,7 @@ from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
-from tailrace.transfer.loop_events import Key, LoopEvent, LoopStats, PrefillResult
+from tailrace.transfer.loop_events import Key, LoopEvent, LoopStats, PrefillResult, Turn
 from tailrace.transfer.messages import Delta, Handoff, Submit, pack_ids, unpack_ids
 
 EOS = 3
@@ -104,6 +104,11 @@ class FakeEngine:
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         self.memory[list(dst)] = self.memory[list(src)]
 
+    def compare_rows(self, pages: Sequence[int], others: Sequence[int], span: range) -> tuple[float, float]:
+        rows = [self.memory[list(which)].reshape(-1)[span.start : span.stop] for which in (pages, others)]
+        largest = float(np.abs(rows[0] - rows[1]).max())
+        return largest, largest
+
     def poison(self, pages: Sequence[int]) -> None:
         self.memory[list(pages)] = POISON
 
@@ -116,6 +121,7 @@ class FakeNode:
         self.loop_stats = LoopStats()
         self.events: list[LoopEvent] = []
         self.log: list[tuple] = []
+        self.turns: list[Turn] = []
         self.launched: list[tuple[Key, bool, float]] = []
         self.done: list[tuple[Key, tuple[int, ...], int, float]] = []
         self.prefilled: dict[Key, PrefillResult] = {}
@@ -155,6 +161,9 @@ class FakeNode:
     def tokens(self, deltas: Sequence[Delta]) -> None:
         assert deltas
         self.passes.append(list(deltas))
+
+    def turn_ended(self, turn: Turn) -> None:
+        self.turns.append(turn)
 
     def ended(self, key: Key, outcome: str) -> None:
         assert key not in self.ends and key not in self.fails

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 
 from tailrace.engine.engine import Engine, pool_tensor
+from tailrace.engine.grammar import Grammars
 from tailrace.engine.offline import Generated, Generator
 from tailrace.engine.step import Logprob
-from tailrace.kv_cache.layout import PageLayout
+from tailrace.kv_cache.layout import PageLayout, RowLayout
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.config import state_groups
 from tailrace.model.decoder import Decoder
+from tailrace.model.family import RowDecoder
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.model.source import ModelSource, open_source
 from tailrace.model.weights import Weights, load_weights
@@ -116,12 +118,13 @@ class Reference:
     """REF: one process that does both phases; no prefix cache; freed pages are poisoned."""
 
     source: ModelSource
-    weights: Weights
-    layout: PageLayout
+    weights: Weights | RowDecoder
+    layout: PageLayout | RowLayout
     kv: KvManager
     engine: Engine
     pool: torch.Tensor
     generator: Generator = field(repr=False)
+    grammars: Grammars = field(repr=False)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], samples: int = 1
@@ -143,22 +146,30 @@ def reference(
     max_num_tokens: int = 512,
     max_batch_size: int = 32,
     quantized: bool = False,
-    weights: Weights | None = None,
+    weights: Any = None,
+    block_tokens: int = 64,
 ) -> Reference:
-    """Load a model (or take loaded weights) and put an engine on a poisoned pool of its own."""
+    """Load a model (or take loaded weights or a family's decoder) and put an engine on a poisoned pool of its own."""
     source = model if isinstance(model, ModelSource) else open_source(str(model))
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    loaded = weights or load_weights(source, dtype=torch_dtype, quantized=quantized)
-    layout = PageLayout(state_groups(source.config)[0], tokens_per_page, dtype)
-    kv = KvManager(layout, num_pages, 64)
+    if source.family is None:
+        loaded: Any = weights or load_weights(source, dtype=torch_dtype, quantized=quantized)
+        layout: Any = PageLayout(state_groups(source.config)[0], tokens_per_page, dtype)
+        decoder: Any = Decoder(loaded)
+    else:
+        loaded = decoder = weights or source.family.load(source.tensors, source.config, torch_dtype, tokens_per_page)
+        layout = RowLayout(source.config.row_groups(dtype), tokens_per_page, dtype)
+    kv = KvManager(layout, num_pages, block_tokens)
     pool = pool_tensor(np.zeros((num_pages, layout.bytes_per_page), np.uint8), layout)
-    engine = Engine(Decoder(loaded), pool)
+    engine = Engine(decoder, pool)
     engine.poison(range(1, num_pages))
     kv.set_poison(engine.poison)
+    grammars = Grammars(lambda: source.tokenizer, source.config.vocab_size, source.eos_ids)
     generator = Generator(
-        engine, kv, eos_ids=source.eos_ids, max_num_tokens=max_num_tokens, max_batch_size=max_batch_size
-    )
-    return Reference(source, loaded, layout, kv, engine, pool, generator)
+        engine, kv, eos_ids=source.eos_ids, max_num_tokens=max_num_tokens, max_batch_size=max_batch_size,
+        grammars=grammars,
+    )  # fmt: skip
+    return Reference(source, loaded, layout, kv, engine, pool, generator, grammars)
 
 
 @torch.inference_mode()

@@ -25,7 +25,7 @@ from tailrace.transfer.messages import (
 )
 
 PAGE = 16
-COMPAT = CompatRecord(1, "model", "float32", PAGE, 64, ("k,v",), (PAGE * 1000,), 1, ("raw",))
+COMPAT = CompatRecord(1, "model", "float32", PAGE, 64, (), (PAGE * 1000,), 1, ("raw",))
 
 
 class Scene:
@@ -79,10 +79,22 @@ class Scene:
 
     # --------------------------------------------------------------------------------------------------------- workers
 
-    def worker(self, name, duty, *, boot=None, total=100, rate=1000.0, epoch=(0, ""), beat=True, **beats):
+    def worker(self, name, duty, *, boot=None, total=100, rate=1000.0, epoch=(0, ""), beat=True, rows=0, **beats):
         boot = boot or f"{name}-boot"
         self.registers[boot] = Register(
-            name, boot, "gen" if duty == "gen" else "ctx", duty, "10.0.0.1", 1, total, PAGE, 256, 4096, COMPAT, *epoch
+            name,
+            boot,
+            "gen" if duty == "gen" else "ctx",
+            duty,
+            "10.0.0.1",
+            1,
+            total,
+            PAGE,
+            256,
+            4096,
+            COMPAT,
+            *epoch,
+            rows,
         )
         self.core.link_up("gen" if duty == "gen" else "ctx", name, boot)
         self.say(boot, self.registers[boot])
@@ -113,7 +125,7 @@ class Scene:
         self.pump()
 
     def held(self, boot, *entries, seen=0, seconds_left=0.0):
-        """Whole set of a worker: (key, leg, pages, needs) each."""
+        """Whole set of a worker: (key, leg, pages, tokens that need gen pages) each."""
         sets = tuple(Held(*key, pages, needs, leg, seconds_left) for key, leg, pages, needs in entries)
         self.say(boot, Holding(self.registers[boot].worker, boot, seen, sets))
 
@@ -133,7 +145,7 @@ class Scene:
         self.pump()
         return boot
 
-    def place(self, request=None, *, ingress="ingress-1", attempt=0, tokens=100, max_new=50, samples=1, **more):
+    def place(self, request=None, *, ingress="ingress-1", attempt=1, tokens=100, max_new=50, samples=1, **more):
         """Send a Place; returns the key. `more`: further fields of Place."""
         if ingress not in self.state.ingresses:
             self.ingress(ingress)

@@ -1,8 +1,6 @@
 """The laws of the house: who may import whom, how it is packaged, and that no test is left out of every make target."""
 
 import ast
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -215,32 +213,17 @@ def test_the_wheel_owns_no_top_level_name_but_ours(wheel_site: Path):
 
 # ---------------------------------------------------------------------------------------------- nothing is left out
 
-COLLECTOR = """
-import json, os
-def pytest_collection_modifyitems(config, items):
-    rows = {i.nodeid: sorted({m.name for m in i.iter_markers()}) for i in items}
-    with open(config.getoption("collected"), "w") as out:
-        json.dump(rows, out)
-def pytest_addoption(parser):
-    parser.addoption("--collected")
-"""
 
-
-def test_every_test_is_run_by_a_make_target(tmp_path: Path):
-    plugin, out = tmp_path / "house_collector.py", tmp_path / "rows.json"
-    plugin.write_text(COLLECTOR)
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "house_collector", f"--collected={out}"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-4000:]
-    rows = json.loads(out.read_text())
+def test_every_test_is_run_by_a_make_target(collected: dict[str, set[str]]):
     files = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py")}
-    assert {node.split("::")[0] for node in rows} == files
-    targets = re.findall(r'\$\(PYTEST\) -m "?([a-z ]+?)"?(?: -| tests|\n)', (ROOT / "Makefile").read_text())
-    assert len(targets) == 4
+    found = {node.split("::")[0] for node in collected}
+    if len(found) < len(files) / 2:
+        pytest.skip("only some of the tests were asked for")
+    assert found == files
+    targets = re.findall(r'\$\(PYTEST\) (?:-n .*)?-m "?([a-z ]+?)"?(?: -| tests|\n)', (ROOT / "Makefile").read_text())
+    assert len(targets) == 5
     chosen = [Expression.compile(text) for text in targets]
-    skipped = [node for node, marks in rows.items() if not any(e.evaluate(lambda m: m in marks) for e in chosen)]  # noqa: B023
+    skipped = [node for node, marks in collected.items() if not any(e.evaluate(lambda m: m in marks) for e in chosen)]  # noqa: B023
     assert skipped == []
 
 

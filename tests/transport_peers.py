@@ -24,12 +24,14 @@ import psutil
 from tailrace.kv_cache.arena import Arena, arena_name
 from tailrace.kv_cache.layout import PageLayout, single_layout
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
-from tailrace.transfer.messages import LandingGrant, PageDescriptor
+from tailrace.transfer.messages import Landed, LandingGrant, PageDescriptor
 from tailrace.transfer.transports.base import (
     ChunkCounts,
     CopyFailed,
+    HearsNotices,
     LandedIn,
     PageHook,
+    PeerNotice,
     PostDone,
     PostJob,
     ReadDone,
@@ -38,15 +40,21 @@ from tailrace.transfer.transports.base import (
 )
 from tailrace.transfer.transports.in_process import Exchange, InProcessTransport
 from tailrace.transfer.transports.nixl import ChunkConfig, NixlTransport
+from tailrace.transfer.transports.ray import RayTransport
+from tailrace.transfer.transports.ray_objects import RayObjects
 from tailrace.transfer.transports.reading import Mapped
 from tailrace.transfer.transports.shm import ShmTransport
+from tailrace.transfer.transports.ucx import UcxTransport
 
-KINDS = ("in_process", "shm", "nixl")
+READING = ("in_process", "shm")
+LANDING = ("nixl", "ucx", "ray")
+KINDS = READING + LANDING
+PACKAGES = {"nixl": "nixl", "ucx": "ucxx", "ray": "ray"}
 GEN = "9e4"
 KEY = ("request", 1)
 CHUNK_BYTES = 1 << 20
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["transport_peers", "nixl._api"])
+_SERVER.set_forkserver_preload(["transport_peers", "nixl._api", "ucxx._lib.libucxx"])
 _names = iter(range(10**9))
 
 
@@ -84,6 +92,16 @@ def end_server() -> None:
     multiprocessing.resource_tracker._resource_tracker._stop()
 
 
+def landing_transport(
+    kind: str, boot: str, arena: Arena, chunks: ChunkConfig, hook: PageHook | None
+) -> NixlTransport | UcxTransport | RayTransport:
+    if kind == "nixl":
+        return NixlTransport(boot, arena, chunks, hook=hook)
+    if kind == "ucx":
+        return UcxTransport("127.0.0.1", arena, chunks, hook=hook)
+    return RayTransport(arena, RayObjects(os.environ["RAY_ADDRESS"]), chunks.landing_chunks, hook=hook)
+
+
 class LocalCtx:
     """A ctx with its pages; in this process."""
 
@@ -99,7 +117,7 @@ class LocalCtx:
     ) -> None:
         self.boot, self.page_bytes = boot, page_bytes
         self.arena = new_arena(worker or worker_name("ctx"), boot, page_bytes, num_pages)
-        memory = Mapped(self.arena.pages, self.arena.generations)
+        memory = Mapped((self.arena.pages,), self.arena.generations)
         self.transport: Transport
         if kind == "shm":
             self.transport = ShmTransport(self.arena)
@@ -107,9 +125,9 @@ class LocalCtx:
             self.transport = InProcessTransport(exchange or Exchange(), boot, memory)
         else:
             chunks = ChunkConfig(landing_chunks=0, staging_chunks=4, chunk_bytes=chunk_bytes)
-            self.transport = NixlTransport(boot, self.arena, chunks, hook=self._hook)
+            self.transport = landing_transport(kind, boot, self.arena, chunks, self._hook)
         self.hold_from: int | None = None
-        self.done: list[PostDone] = []
+        self.done: list[PostDone | PeerNotice] = []
 
     def _hook(self, key: object, descriptor: PageDescriptor) -> bool:
         return self.hold_from is None or descriptor.ordinal < self.hold_from
@@ -138,13 +156,18 @@ class LocalCtx:
 
     def num_live(self, boot: str) -> int:
         """Writes posted to this gen and not done."""
-        assert isinstance(self.transport, NixlTransport)
+        assert isinstance(self.transport, NixlTransport | UcxTransport)
         sender = self.transport._ctx._senders.get(boot)
         return len(sender.live) if sender is not None else 0
 
-    def step(self) -> list[PostDone]:
-        """Poll once; returns what has ended since the last call."""
-        self.done += [event for event in self.transport.poll() if isinstance(event, PostDone)]
+    def notice(self, boot: str, data: bytes) -> None:
+        """What this gen's half of the transport says."""
+        assert isinstance(self.transport, HearsNotices)
+        self.transport.noticed(boot, data)
+
+    def step(self) -> list[PostDone | PeerNotice]:
+        """Poll once; returns what has ended since the last call, and what gen is to be told."""
+        self.done += [event for event in self.transport.poll() if isinstance(event, PostDone | PeerNotice)]
         done, self.done = self.done, []
         return done
 
@@ -162,7 +185,7 @@ def _serve(
 ) -> None:
     """The process of a ChildCtx: polls, and does what it is told."""
     ctx = LocalCtx(kind, boot, page_bytes, num_pages, chunk_bytes=chunk_bytes, worker=worker)
-    done: list[PostDone] = []
+    done: list[PostDone | PeerNotice] = []
     pipe.send("ready")
     while True:
         done += ctx.step()
@@ -226,7 +249,11 @@ class ChildCtx:
     def num_live(self, boot: str) -> int:
         return self._ask("num_live", boot)
 
-    def step(self) -> list[PostDone]:
+    def notice(self, boot: str, data: bytes) -> None:
+        if self.process.is_alive():
+            self._ask("notice", boot, data)
+
+    def step(self) -> list[PostDone | PeerNotice]:
         return self._ask("step") if self.process.is_alive() else []
 
     def kill(self) -> None:
@@ -293,11 +320,11 @@ class Gen:
         if kind == "shm":
             self.transport: Any = ShmTransport(self.arena, hook=hook, **options)
         elif kind == "in_process":
-            memory = Mapped(self.arena.pages, self.arena.generations)
+            memory = Mapped((self.arena.pages,), self.arena.generations)
             self.transport = InProcessTransport(self.exchange, boot, memory, hook=hook, **options)
         else:
             chunks = ChunkConfig(landing_chunks=4, staging_chunks=0, chunk_bytes=self.chunk_bytes)
-            self.transport = NixlTransport(boot, self.arena, chunks, hook=hook, **options)
+            self.transport = landing_transport(kind, boot, self.arena, chunks, hook)
         self.ctxs: dict[str, LocalCtx | ChildCtx] = {}
         self.moves: dict[tuple[str, int], Move] = {}
         self.job_owner: dict[int, Move] = {}
@@ -343,7 +370,7 @@ class Gen:
     ) -> Move:
         move = Move(key, ctx.boot, list(units))
         self.moves[key] = move
-        if self.kind != "nixl":
+        if self.kind in READING:
             self.read(move, move.todo)
             move.todo = []
         return move
@@ -377,7 +404,10 @@ class Gen:
     def step(self) -> None:
         for ctx in self.ctxs.values():
             for done in ctx.step():
-                self._post_done(done)
+                if isinstance(done, PostDone):
+                    self._post_done(done)
+                elif done.boot == self.boot:
+                    self.transport.noticed(ctx.boot, done.data)
         for event in self.transport.poll():
             if isinstance(event, LandedIn):
                 self.landed.append(event)
@@ -390,7 +420,9 @@ class Gen:
                 move.ok += event.units_ok
                 move.stale += event.units_stale
                 move.errors += [event.error] if event.error else []
-        if self.kind == "nixl":
+            elif isinstance(event, PeerNotice) and event.boot in self.ctxs:
+                self.ctxs[event.boot].notice(self.boot, event.data)
+        if self.kind in LANDING:
             for move in self.moves.values():
                 self.grant_and_post(move)
 
@@ -433,6 +465,14 @@ class Gen:
             ctx.close()
         self.transport.close()
         self.arena.unlink()
+
+
+def landed_chunk(gen: Gen, landed: Landed) -> np.ndarray:
+    """[header and pages] uint8 of what has landed and is not yet unpacked, where it lies."""
+    side = gen.transport._gen
+    if gen.kind == "nixl":
+        return side._landing[landed.chunk * side._stride :][: side._stride]
+    return side._arrived[landed.sequence][2]
 
 
 def units_for(pages: Sequence[int], generations: Sequence[int], dst: Sequence[int]) -> list[tuple[PageDescriptor, int]]:

@@ -1,10 +1,15 @@
 """The command line: what it prints and how it exits. The serve command has its own tests (test_serve_command.py)."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from checkpoints import write_tiny_checkpoint
+
+from tests.model.published import V32, published_config
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "manifests"
 
@@ -24,6 +29,13 @@ def test_check_prints_derived_sizes():
     assert result.returncode == 0, result.stderr
     for text in ("2911 usable", "368640", "23040", "8192"):
         assert text in result.stdout
+
+
+def test_check_prints_what_each_rank_holds(tmp_path):
+    (tmp_path / "config.yaml").write_text(f"model: {write_tiny_checkpoint(tmp_path / 'm', 'llama')}\ngen: {{tp: 4}}\n")
+    result = tailrace("check", str(tmp_path / "config.yaml"), env=os.environ | {"COLUMNS": "200"})
+    assert result.returncode == 0, result.stderr
+    assert "4, each with 1 of 2 key-value heads, 256.0 MiB" in result.stdout and "ctx ranks" not in result.stdout
 
 
 def test_check_of_a_model_prints_its_state_groups():
@@ -72,3 +84,13 @@ def test_check_of_nothing_says_what_to_name():
     result = tailrace("check")
     assert result.returncode == 2
     assert "name a FILE" in result.stderr
+
+
+def test_check_of_a_config_alone_is_enough_and_a_wrong_one_names_the_key(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(published_config(V32)))
+    result = tailrace("check", "--model", str(tmp_path))
+    assert result.returncode == 0 and "config.json alone" in result.stdout and "1,502" in result.stdout, result.stderr
+    path.write_text(json.dumps(published_config(V32) | {"n_group": 7}))
+    result = tailrace("check", "--model", str(tmp_path), "--tokens-per-page", "64")
+    assert result.returncode == 2 and "config.json: n_group is 7" in result.stderr and "Traceback" not in result.stderr

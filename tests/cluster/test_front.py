@@ -1,7 +1,7 @@
 """How the configuration becomes the settings of router and ingress."""
 
 from tailrace.cluster.config import load_config
-from tailrace.cluster.front import ingress_config, router_settings
+from tailrace.cluster.front import ingress_config, router_settings, token_cache
 from tailrace.model.source import open_source
 
 
@@ -31,17 +31,33 @@ def test_the_ingress_settings_follow_the_configuration_and_the_model():
         {
             "model_name": "served", "api_keys": ["key-number-one"], "max_active_requests": 5, "max_body_bytes": "1MiB",
             "header_wait_s": 3, "slow_reader_s": 4, "retries": False, "max_request_tokens": 100, "router_wait_s": 2,
-            "public_metrics": False, "ingress": {"tokenizer_threads": 3},
+            "public_metrics": False, "cors_origins": ["https://a.example.org"], "ingress": {"tokenizer_threads": 3},
         }
     )  # fmt: skip
     made = ingress_config(config, source, "ingress-7")
     assert (made.process, made.model_name, made.revision) == ("ingress-7", "served", source.revision)
     assert (made.vocab_size, made.max_request_tokens) == (source.config.vocab_size, 100)
-    assert made.api_keys == ("key-number-one",) and made.fidelity == "bfloat16/exact"
+    assert made.api_keys == {"key-number-one": ""} and made.fidelity == "bfloat16/exact"
     assert (made.max_active_requests, made.max_body_bytes, made.tokenizer_threads) == (5, 2**20, 3)
     assert (made.header_wait_s, made.slow_reader_s, made.public_metrics) == (3, 4, False)
     assert (made.policy.retries, made.policy.router_wait_s) == (False, 2)
+    assert made.cors_origins == ("https://a.example.org",)
 
 
 def test_an_unnamed_model_is_served_under_its_sources_name():
     assert ingress_config(load_config({}), open_source("smollm2"), "i").model_name == "smollm2"
+
+
+def test_the_prompt_token_cache_is_there_unless_switched_off_and_shared_where_there_are_several_ingresses():
+    source = open_source("smollm2")
+    assert token_cache(load_config({"prompt_token_cache": False}), source) is None
+    alone = token_cache(load_config({}), source)
+    assert alone is not None and alone._store is None
+    several = load_config({"app_name": "tfront", "ingress": {"replicas": 2}})
+    first, second = token_cache(several, source), token_cache(several, source)
+    assert first is not None and second is not None
+    text = "The miller opened the gate and counted the turns. " * 100
+    assert first.encode(text, special=False) == second.encode(text, special=False)
+    assert second.counts.store_tokens > 0 and second.counts.fresh_tokens == 0
+    for cache in (first, second):
+        cache.close()

@@ -225,6 +225,39 @@ def test_chat_in_the_terminal_streams_an_answer(served: Served):
     assert len(talk.stdout) > len("you> you> ")
 
 
+def test_a_connection_through_the_proxy_serves_stream_after_stream_and_closes_with_one_that_fails(served: Served):
+    def ask(**options) -> None:
+        body = json.dumps(
+            {"prompt": "once upon", "stream": True, "temperature": 0, "ignore_eos": True} | options
+        ).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+
+    def read(until_end: bool) -> bytes:
+        raw = b""
+        while until_end or not raw.endswith(b"0\r\n\r\n"):
+            if not (piece := connection.recv(65536)):
+                break
+            raw += piece
+        return raw
+
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        for _ in range(3):
+            ask(max_tokens=4)
+            raw = read(until_end=False)
+            assert (
+                raw.startswith(b"HTTP/1.1 200") and b"data: [DONE]" in raw and b"connection: close" not in raw.lower()
+            )
+        ask(max_tokens=400, n=8, timeout_s=0.5)  # more than it can compute by then
+        raw = read(until_end=True)
+        assert raw.count(b'"error"') == 1 and b"[DONE]" not in raw, raw[-500:]
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-much: " + b"a" * 70_000 + b"\r\n\r\n")
+        assert read(until_end=True).startswith(b"HTTP/1.1 4")  # HAProxy's own bound
+
+
 def test_a_killed_ctx_comes_back_by_itself_and_gen_prefills_meanwhile(served: Served):
     wanted = served.complete().json()["choices"][0]["text"]
     old = served.rank("ctx")

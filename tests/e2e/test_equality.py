@@ -6,6 +6,7 @@ import json
 
 import pytest
 from equal import Model, answers, assert_equal, compare, prompt_of, tiny
+from fault_cases import NIXL_FIRST
 from harness import LocalCluster
 from oracle import Mismatch
 
@@ -98,10 +99,12 @@ def compare_ids(model: Model, prompt, ids) -> None:
     compare_greedy(expected.samples[0].logprobs, ids)
 
 
-def test_prefixes_that_the_decoder_holds_are_not_sent_again(model: Model, tmp_path):
+@pytest.mark.parametrize("transport", NIXL_FIRST)
+def test_prefixes_that_the_decoder_holds_are_not_sent_again(model: Model, tmp_path, transport: str):
     """A5: k pages are warm on gen (none, one, all but one, all), prompts end before, at and after a page border."""
     page, full = 16, 4
     config = {"tokens_per_page": page, "block_tokens": page, "max_num_tokens": CHUNK, "stats_period_s": 0.1}
+    config["transport"] = transport
     with LocalCluster(tmp_path, model.spec, **config) as cluster:
         cluster.poison()
         seed = 0
@@ -124,10 +127,12 @@ def page_bytes(page: int) -> int:
     return layers * fields * heads * dim * fp32 * page
 
 
-def test_a_prompt_that_fits_no_page_exactly_runs_no_position_on_the_decoder(model: Model, tmp_path):
+@pytest.mark.parametrize("transport", NIXL_FIRST)
+def test_a_prompt_that_fits_no_page_exactly_runs_no_position_on_the_decoder(model: Model, tmp_path, transport: str):
     """A6: first token and logprob are REF's; gen computes no prompt position at all, whatever the length."""
     page = 16
-    with LocalCluster(tmp_path, model.spec, tokens_per_page=page, max_num_tokens=CHUNK) as cluster:
+    config = {"tokens_per_page": page, "max_num_tokens": CHUNK, "transport": transport}
+    with LocalCluster(tmp_path, model.spec, **config) as cluster:
         cluster.poison()
         assert_equal(cluster, model, [prompt_of(n, 70 + n) for n in (1, 2, page - 1, page, page + 1, 2 * page)])
         assert cluster.settled_metric("tailrace_prompt_positions_total", role="gen") == 0

@@ -9,14 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from checkpoints import EOS_ID, write_tiny_checkpoint
+from checkpoints import EOS_ID
 from equal import Model, answer, assert_equal, prompt_of, tiny
 from harness import LocalCluster, sse_events, until
 from openai import OpenAI
 from oracle import TOP, greedy
-from safetensors.torch import load_file, save_file
+from successor import byte_ids, successor_model
 
 CONFIG = {"tokens_per_page": 16, "max_num_tokens": 64}
+PROBE_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +87,23 @@ def test_a19_a_first_token_among_the_stop_ids_or_completing_a_stop_string(cluste
         reference = expected(model, prompt, stop_token_ids=(want.ids[0],), **({"ignore_eos": False} | more)).samples[0]
         choice = answer(cluster, prompt, **({"ignore_eos": False, "stop_token_ids": [want.ids[0]]} | more))
         assert choice["token_ids"] == reference.ids, more
+    seeds = (s for s in range(300, 400) if model.text(expected(model, prompt_of(40, s)).samples[0].ids[:1]).isalpha())
+    prompt = prompt_of(40, next(seeds))
+    want = expected(model, prompt).samples[0]
     text = model.text(want.ids[:1])
-    if text and "\ufffd" not in text:
-        stopped = answer(cluster, prompt, stop=[text])
+    for ignore_eos in (True, False):
+        stopped = answer(cluster, prompt, stop=[text], ignore_eos=ignore_eos)
         assert stopped["finish_reason"] == "stop" and stopped["text"] == ""
+        assert stopped["usage"]["completion_tokens"] == 1
+        later = answer(cluster, prompt, stop=[text], min_tokens=5, ignore_eos=ignore_eos)
+        assert later["token_ids"] == want.ids[: len(later["token_ids"])] and len(later["token_ids"]) >= 5
+        assert later["text"].startswith(model.text(want.ids[:5])), "a stop string counted too early"
+
+
+def timed_n(cluster: LocalCluster, n: int, seed: int) -> float:
+    started = time.monotonic()
+    cluster.complete(prompt_of(75, seed), 12, n=n, ignore_eos=True)
+    return time.monotonic() - started
 
 
 def test_a20_samples_share_one_prefill_and_keep_their_own_draws(cluster, model):
@@ -101,6 +115,8 @@ def test_a20_samples_share_one_prefill_and_keep_their_own_draws(cluster, model):
     want = expected(model, prompt, max_tokens=12).samples[0].ids
     assert all(c["token_ids"] == want for c in reply["choices"])
     assert reply["usage"]["completion_tokens"] == 36
+    one, three = (min(timed_n(cluster, n, 700 + 10 * n + s) for s in range(3)) for n in (1, 3))
+    assert three < 3 * one + 0.05, (three, one)
     seeded = {"n": 3, "temperature": 1.0, "seed": 42, "ignore_eos": True, "return_token_ids": True}
     drawn = [[c["token_ids"] for c in cluster.complete(prompt, 12, **seeded)["choices"]] for _ in range(2)]
     assert drawn[0] == drawn[1]
@@ -133,57 +149,45 @@ def test_a21_every_token_has_its_logprobs_the_first_and_the_prompt_included(clus
     np.testing.assert_allclose(streamed, reference[len(prompt) - 1 :], atol=1e-4)
 
 
-def test_a21_chat_logprobs_carry_bytes_and_alternatives(cluster):
-    client = cluster.openai()
-    reply = client.chat.completions.create(
-        model=client.models.list().data[0].id, messages=[{"role": "user", "content": "Tell me about rivers."}],
-        max_tokens=5, temperature=0, logprobs=True, top_logprobs=3,
-    )  # fmt: skip
-    content = reply.choices[0].logprobs.content
-    assert len(content) == reply.usage.completion_tokens
-    assert all(len(entry.top_logprobs) == 3 and entry.bytes is not None for entry in content)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a21_chat_logprobs_are_those_of_one_process_and_carry_bytes_and_alternatives(cluster, model, stream):
+    messages = [{"role": "user", "content": "Tell me about rivers."}]
+    prompt = cluster.post("/tokenize", {"messages": messages}).json()["tokens"]
+    [want] = expected(model, prompt, max_tokens=5, ignore_eos=False).samples
+    asked = {"messages": messages, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    reply = cluster.post("/v1/chat/completions", asked | {"stream": stream})
+    if stream:
+        events = [json.loads(e)["choices"] for e in sse_events(reply) if e != "[DONE]"]
+        content = [entry for [choice] in events if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    else:
+        content = reply.json()["choices"][0]["logprobs"]["content"]
+    assert len(content) == len(want.ids)
+    assert all(len(entry["top_logprobs"]) == 3 and entry["bytes"] is not None for entry in content)
+    np.testing.assert_allclose([e["logprob"] for e in content], [p.logprob for p in want.logprobs], atol=1e-4)
+    found = [[top["logprob"] for top in entry["top_logprobs"]] for entry in content]
+    np.testing.assert_allclose(found, [[value for _, value in p.top[:3]] for p in want.logprobs], atol=1e-4)
 
 
-def successor_model(path, chain: list[int]) -> Model:
-    """A checkpoint that answers each token of the chain with the next one, whatever stood before."""
-    directory = write_tiny_checkpoint(path, "llama")
-    [file] = directory.glob("*.safetensors")
-    tensors = load_file(file)
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name].zero_()
-    embed = tensors["model.embed_tokens.weight"]
-    head = tensors["lm_head.weight"] * 0
-    for now, following in zip(chain, chain[1:], strict=False):
-        head[following] = embed[now] * 10
-    tensors["lm_head.weight"] = head.contiguous()
-    save_file(tensors, file)
-    return Model(str(directory))
-
-
-@pytest.mark.parametrize("split", [1, 2, 3])
-def test_d4_a_character_split_between_ctx_and_gen_arrives_whole(tmp_path, split):
-    """The 4 bytes of an emoji are 4 tokens; ctx's token is the `split`-th of them, gen's are the others."""
-    from tailrace.model.source import open_source
-
-    tokenizer = open_source(str(write_tiny_checkpoint(tmp_path / "plain", "llama"))).tokenizer
-    by_byte = {tokenizer.id_to_bytes(i): i for i in range(4, tokenizer.vocab_size)}
-    emoji = "🧪"
-    letters = [by_byte[bytes([b])] for b in emoji.encode()]
-    chain = [by_byte[b"a"], *letters, by_byte[b"z"], by_byte[b"q"]]
-    forced = successor_model(tmp_path / "forced", chain)
+@pytest.mark.parametrize(("before", "text"), [("k", "a🧪e\u0301\u20d7한zq"), ("k👩", "\u200d🚀")])
+def test_d4_characters_split_between_ctx_and_gen_arrive_whole(tmp_path, before, text):
+    """Each byte is a token: an emoji, combining marks, Hangul, a ZWJ sequence. Ctx gives one byte, gen the rest."""
+    data = text.encode()
+    head, chain = byte_ids(before), byte_ids(text)
+    assert len(set(chain[:-1])) == len(chain) - 1, "a token has one successor"
+    forced = successor_model(tmp_path / "forced", [head[-1], *chain])
     with LocalCluster(tmp_path / "cluster", forced.spec, **CONFIG) as cluster:
-        prompt = [by_byte[b"k"], *chain[:split]]
-        whole = answer(cluster, prompt, len(chain) - split)
-        assert whole["token_ids"] == chain[split:]
-        with cluster.streaming(prompt, len(chain) - split, ignore_eos=True) as reply:
-            texts = [json.loads(e)["choices"][0]["text"] for e in sse_events(reply) if e != "[DONE]"]
-        assert "".join(texts) == whole["text"]
-        full = cluster.complete([by_byte[b"k"], chain[0]], len(chain) - 1, ignore_eos=True)["choices"][0]["text"]
-        assert full == emoji + "zq"
-        with cluster.streaming([by_byte[b"k"], chain[0]], len(chain) - 1, ignore_eos=True) as reply:
-            texts = [json.loads(e)["choices"][0]["text"] for e in sse_events(reply) if e != "[DONE]"]
-        assert "".join(texts) == full and not any("\ufffd" in text for text in texts)
+        for split in range(len(chain)):
+            prompt = [*head, *chain[:split]]
+            whole = answer(cluster, prompt, len(chain) - split)
+            assert whole["token_ids"] == chain[split:]
+            with cluster.streaming(prompt, len(chain) - split, ignore_eos=True) as reply:
+                events = [e for line in reply.iter_raw() for e in [line.decode()]]  # each piece is whole UTF-8
+            lines = "".join(events).split("\n")
+            texts = [json.loads(e[6:])["choices"][0]["text"] for e in lines if e.startswith("data: {")]
+            assert "".join(texts) == whole["text"]
+            if split < len(data) and data[split] & 0xC0 != 0x80:  # it begins with a character
+                assert whole["text"] == data[split:].decode()
+                assert not any("\ufffd" in piece for piece in texts)
 
 
 def test_d9_prompts_without_tokens_are_refused_and_no_worker_notices(cluster):
@@ -205,9 +209,36 @@ def test_d13_bad_input_of_a_stream_is_a_400_in_json(cluster):
     assert reply.json()["error"]["param"] == "temperature"
 
 
-def test_d13_a_ctx_that_dies_before_the_first_token_gives_a_5xx_status(model, tmp_path):
+def test_c7_d13_a_ctx_that_fails_is_left_alone_and_tried_again_and_its_death_gives_a_5xx_status(model, tmp_path):
+    """Retries and local prefill off. Reads fail until the breaker opens: then 503, nothing is reserved; once they no
+    longer fail it is closed within one probe interval. Then ctx dies before a first token."""
     config = CONFIG | {"retries": False, "local_prefill": "never", "max_num_tokens": 16, "max_batch_size": 8}
+    config |= {"breaker_faults": 3, "breaker_probe_s": PROBE_S}
+
+    def breakers() -> set[str]:
+        return {worker["breaker"] for worker in cluster.workers().values()}
+
     with LocalCluster(tmp_path, model.spec, **config) as cluster, ThreadPoolExecutor(1) as threads:
+        cluster.faults("gen-0", fail_read=0, fail_times=-1)
+        refused = None
+        for i in range(30):
+            reply = cluster.post("/v1/completions", {"prompt": prompt_of(40, i), "max_tokens": 4})
+            assert reply.status_code == 503, reply.text
+            if reply.json()["error"]["message"].startswith("the only workers for it"):
+                refused = reply
+                break
+            time.sleep(0.2)
+        assert refused is not None and int(refused.headers["retry-after"]) >= 1
+        assert "closed" not in breakers() and cluster.metric("tailrace_breaker_open", peer="ctx-0") == 1
+        claims = cluster.info()["claims"]
+        assert claims["pages"] == claims["seats"] == claims["prefill_tokens"] == 0
+        cluster.quiet(2.0)
+        cluster.faults("gen-0")
+        until(
+            lambda: cluster.ready()["status"] == "ready", PROBE_S + 1, lambda: f"{cluster.ready()}"
+        )  # with no traffic
+        answer(cluster, prompt_of(40, 99), 4)
+        assert breakers() == {"closed"}
         request = {"prompt": prompt_of(3500, 1), "max_tokens": 4, "stream": True}
         begun = threads.submit(cluster.post, "/v1/completions", request)
         until(lambda: cluster.workers()["ctx-0"]["running"] == 1, 5, lambda: "it never ran")

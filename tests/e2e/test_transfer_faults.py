@@ -13,9 +13,9 @@ import pytest
 from equal import Model, answer, answers, assert_equal, compare, prompt_of, tiny
 from fault_cases import (
     CHUNK,
+    NIXL_FIRST,
     PAGE,
     PAGE_BYTES,
-    TRANSPORTS,
     Shared,
     body,
     canary,
@@ -30,7 +30,7 @@ from harness import LocalCluster, sse_events, until
 
 POOL = 32  # pages of each worker
 LONG = 240  # tokens of an output that, four at a time, twice fills that pool
-both = pytest.mark.parametrize("transport", TRANSPORTS)
+both = pytest.mark.parametrize("transport", NIXL_FIRST)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,9 @@ def moved(cluster: LocalCluster) -> float:
 # ------------------------------------------------------------------------------------------------------ ownership
 
 
-@pytest.mark.parametrize(("transport", "where"), [("shm", "gen-0"), ("nixl", "gen-0"), ("nixl", "ctx-0")])
+@pytest.mark.parametrize(
+    ("transport", "where"), [pytest.param("shm", "gen-0", marks=pytest.mark.soak), ("nixl", "gen-0"), ("nixl", "ctx-0")]
+)
 def test_a1_what_an_aborted_transfer_may_still_write_is_not_given_to_another(shared, model, transport, where):
     """Held at gen the copy into its pages is under way: they are quarantined, and one who needs them waits. Held at
     ctx nothing can reach gen's pages, only the landing chunk: that stays granted."""

@@ -8,7 +8,8 @@ import torch
 from oracle import Comparison, Mismatch, compare_greedy, greedy, reference, same_logprobs, transformers_reference
 from transformers import AutoModelForCausalLM
 
-from tailrace.engine.engine import NOT_FINITE, NOTHING_TO_DRAW, Engine, padded_rows, pool_tensor
+from tailrace.engine.engine import NOT_FINITE, NOTHING_TO_DRAW, Engine, pool_tensor
+from tailrace.engine.forward import padded_rows
 from tailrace.engine.sampler import Sampler
 from tailrace.engine.sequence import sampler_states
 from tailrace.engine.step import Row, SamplerState, StepPlan

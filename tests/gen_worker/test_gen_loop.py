@@ -1,6 +1,7 @@
 """The gen loop: hand-offs, forks, local prefill, giving way, ends. Tokens come from what the pages really hold."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from gen_fakes import Gen
@@ -9,6 +10,7 @@ from loop_fakes import EOS, SPACE, expected_tokens, handoff_of, prompt_of, submi
 from tailrace.gen_worker.loop import BLOCKED_WAIT_S, IDLE_WAIT_S
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.transfer.loop_events import Admitted, Cancelled
+from tailrace.transfer.messages import Moved
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 31])
@@ -366,6 +368,16 @@ def test_an_older_handoff_that_waits_for_the_only_slot_gets_it_from_a_younger_on
     assert code == "out_of_pages" and not retryable and "13 tokens" in message  # it alone needs four pages now
     gen.assert_equals_undisturbed(older)
     gen.assert_quiet()
+
+
+def test_the_first_delta_says_how_the_pages_came_and_no_later_one():
+    gen = Gen(num_pages=8)
+    key = gen.admit("r", prompt_of(7), max_tokens=6)
+    moved = Moved("shm", "raw", 20, 10, 2, 0, True, 0.5)
+    gen.node.events[-1] = replace(gen.node.events[-1], moved=moved)
+    gen.drain()
+    told = [delta.moved for delta in gen.node.deltas(key)]
+    assert told[0] == moved and len(told) > 1 and not any(told[1:])
 
 
 def test_a_younger_request_keeps_its_pages_while_the_older_one_still_runs_without_them():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from tailrace.engine.step import SamplerState
 from tailrace.gen_worker.loop import GenLoop
 from tailrace.gen_worker.scheduler import DecodeScheduler
 from tailrace.kv_cache.block_hash import BlockHasher
+from tailrace.model.grammar_text import grammar_text
 from tailrace.model.sampling_params import SamplingParams
+from tailrace.transfer.handoff_record import handoff_record
 from tailrace.transfer.loop_events import Admitted, Arrived, Key
-from tailrace.transfer.messages import Handoff, Submit, pack_ids, unpack_ids
+from tailrace.transfer.messages import Submit, pack_ids
 
 HASHER = BlockHasher(b"secret", 64)
 PAGE = 8
@@ -39,11 +43,13 @@ class Pair:
     submits: dict[Key, Submit]
 
     def submit(
-        self, name: str, prompt: list[int], params: SamplingParams, samples: int = 1, leg: str = "prefill"
-    ) -> Key:
-        hashes = HASHER.hash_blocks("scope", prompt)
+        self, name: str, prompt: list[int], params: SamplingParams, samples: int = 1, leg: str = "prefill", *,
+        output: Sequence[int] = (), first_sample: int = 0,
+    ) -> Key:  # fmt: skip
+        hashes = HASHER.hash_blocks("scope", [*prompt, *output])
         submit = Submit(
-            name, 0, leg, pack_ids(prompt), b"", params, samples, hashes, SPACE, 0, 5.0, None, False
+            name, 0, leg, pack_ids(prompt), pack_ids(list(output)), params, samples, hashes, SPACE, 0, 5.0, None,
+            False, first_sample=first_sample,
         )  # fmt: skip
         node = self.ctx_node if leg == "prefill" else self.gen_node
         node.events.append(Arrived(submit, 0.0))
@@ -60,13 +66,7 @@ class Pair:
                 return
             self.gen.pool[dst] = self.ctx.pool[list(src)]
             self.ctx.kv.unpin(self.ctx_node.pinned.pop(key))
-            prompt = unpack_ids(submit.prompt_ids)
-            counts = {t: prompt.count(t) for t in set(prompt)} if submit.params.needs_counts else {}
-            handoff = Handoff(
-                *key, len(prompt), result.num_tokens, tuple(f.token or 0 for f in result.firsts),
-                tuple(f.finish is not None for f in result.firsts), submit.prompt_ids, counts, b"", submit.hashes,
-                SPACE, submit.params, submit.samples, 0, 5.0,
-            )  # fmt: skip
+            handoff = handoff_record(submit, result, None)
             self.gen_node.events.append(Admitted(handoff, tuple(dst), 0, 0.0))
 
     def drain(self) -> None:
@@ -113,8 +113,8 @@ def make_pair(ref: Reference, *, gen_pages: int = 64, chunk: int = 20) -> Pair:
         gen,
         ctx_node,
         gen_node,
-        CtxLoop(ctx.engine, ctx.kv, ctx_node, PrefillScheduler(chunk), eos_ids=eos),
-        GenLoop(gen.engine, gen.kv, gen_node, scheduler, PrefillScheduler(chunk), eos_ids=eos),
+        CtxLoop(ctx.engine, ctx.kv, ctx_node, PrefillScheduler(chunk), eos_ids=eos, grammars=ref.grammars),
+        GenLoop(gen.engine, gen.kv, gen_node, scheduler, PrefillScheduler(chunk), eos_ids=eos, grammars=ref.grammars),
         {},
     )
 
@@ -179,6 +179,40 @@ def test_samples_penalties_and_seeds_survive_the_split_and_local_prefill(models)
     assert len({tuple(s.ids) for s in expected.samples}) == 3
 
 
+@pytest.mark.parametrize(("leg", "gen_pages"), [("prefill", 64), ("prefill", 9), ("local", 64)])
+def test_grammars_survive_the_split_giving_way_and_local_prefill(leg, gen_pages, models):
+    ref = models("llama")
+    grammar = grammar_text("json_schema", {"type": "array", "items": {"type": "integer"}, "minItems": 12})
+    params = replace(GREEDY, grammar=grammar, ignore_eos=False, max_tokens=30)
+    made = prompts(5, 6, 7, 8)
+    expected = ref.generate(made, params, samples=2)  # compiles it, too: here nothing waits
+    pair = make_pair(ref, gen_pages=gen_pages)
+    keys = [pair.submit(f"r{i}", prompt, params, samples=2, leg=leg) for i, prompt in enumerate(made)]
+    pair.drain()
+    for key, result in zip(keys, expected, strict=True):
+        for sample in range(2):
+            ids = pair.output(key, sample)
+            assert ids == result.samples[sample].ids and len(ids) > 1
+    assert (pair.gen_node.loop_stats.preemptions > 0) == (gen_pages == 9)
+    pair.assert_quiet()
+
+
+def test_a_grammar_that_cannot_be_compiled_fails_its_own_request(models):
+    ref = models("llama")
+    pair = make_pair(ref)
+    good, bad = prompts(9, 11)
+    fine = pair.submit("fine", good, GREEDY)
+    broken = [pair.submit(f"bad-{leg}", bad, replace(GREEDY, grammar='{"kind":"regex","value":"("}'), leg=leg)
+              for leg in ("prefill", "local")]  # fmt: skip
+    deadline = time.monotonic() + 20
+    while len(pair.ctx_node.fails) + len(pair.gen_node.fails) < 2 and time.monotonic() < deadline:
+        pair.drain()
+    for key, node in zip(broken, (pair.ctx_node, pair.gen_node), strict=True):
+        assert node.fails[key][0] == "grammar" and not node.fails[key][2]
+    assert pair.output(fine) == ref.generate([good], GREEDY)[0].ids
+    pair.assert_quiet()
+
+
 def unclear_positions(
     ref: Reference, prompt: list[int], params: SamplingParams, sample: int, ids: list[int]
 ) -> set[int]:
@@ -219,3 +253,29 @@ def test_an_altered_page_changes_the_output(models):
     (expected,) = ref.generate([prompt], GREEDY)
     with pytest.raises(AssertionError):
         compare_greedy(expected.samples[0].logprobs, pair.output(key))
+
+
+PENALIZED = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+
+
+@pytest.mark.parametrize("leg", ["prefill", "local"])
+@pytest.mark.parametrize("more", [{}, PENALIZED], ids=["seeded", "penalized"])
+def test_d24_a_sample_goes_on_from_its_ids_as_if_nothing_had_happened_whatever_its_index(leg, more, models):
+    """What a resumed attempt asks of the workers: prompt, ids so far, and the index of its one sample."""
+    ref = models("llama")
+    pair = make_pair(ref)
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=1234, ignore_eos=True, logprobs=TOP, **more)
+    (prompt,) = prompts(37)
+    (whole,) = ref.generate([prompt], params, samples=3)
+    outputs = [sample.ids for sample in whole.samples]
+    assert len({tuple(ids) for ids in outputs}) == 3, "the samples do not differ, so their index proves nothing"
+    asked = [(index, cut) for index in range(3) for cut in (1, 7, 19)]
+    keys = [
+        pair.submit(f"s{index}-{cut}", prompt, params, leg=leg, output=outputs[index][:cut], first_sample=index)
+        for index, cut in asked
+    ]
+    pair.drain()
+    for key, (index, cut) in zip(keys, asked, strict=True):
+        got = [f.token or 0 for f in pair.ctx_node.prefilled[key].firsts] if leg == "prefill" else []
+        assert got + pair.gen_node.output(key, index) == outputs[index][cut:]
+    pair.assert_quiet()

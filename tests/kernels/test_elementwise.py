@@ -27,6 +27,16 @@ def test_rms_norm_is_the_formula_for_few_rows_and_for_many(dtype: torch.dtype, r
     close(RmsNorm(weight, 1e-5)(x), exact)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 65])
+def test_rms_norm_takes_float32_and_rounds_once(rows: int):
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 96) * 3 + 1, (torch.randn(96) + 2).bfloat16()
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    normed = RmsNorm(weight, 1e-5)(x)
+    assert normed.dtype is torch.bfloat16 and normed.is_contiguous()
+    assert ((normed.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()  # half a step of 8 bits, and a little
+
+
 def test_rms_norm_keeps_a_tiny_row_apart_from_its_neighbours_by_eps():
     x = torch.stack((torch.full((32,), 1e-4), torch.full((32,), 100.0))).bfloat16()
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()

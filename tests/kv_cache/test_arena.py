@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tailrace.kv_cache.arena import SHARED_MEMORY, Arena, arena_name, unlink_earlier
+from tailrace.kv_cache.arena import SHARED_MEMORY, Arena, ArenaGroup, arena_name, unlink_earlier
 from tailrace.kv_cache.layout import single_layout
 from tailrace.model.errors import ConfigError, PeerError
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
@@ -201,3 +201,50 @@ def test_no_resource_tracker_stands_behind_an_arena(tmp_path):
     )
     assert done.stdout.split() == [str(3 * LAYOUT.bytes_per_page), "False"] and not done.stderr
     assert (tmp_path / name).exists() and int(np.asarray(arena.pages[1]).sum()) == 3 * LAYOUT.bytes_per_page
+
+
+# ----------------------------------------------------------------------------------------------- the ranks of a worker
+
+
+def test_the_arenas_of_a_group_share_one_row_of_generation_numbers(tmp_path):
+    names = [arena_name(APP, "w", "b1", rank) for rank in range(3)]
+    group = ArenaGroup.create(names, LAYOUT, 9, tmp_path)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == sorted(names) and len(set(names)) == 3
+    own = Arena.open_own(names[2], tmp_path)
+    own.pages[3] = 5
+    group.pages[1][3] = 7
+    group.generations[3] = 11
+    peer = ArenaGroup.open_read_only(names, tmp_path)
+    assert [int(pages[3].sum()) for pages in peer.pages] == [n * LAYOUT.bytes_per_page for n in (0, 7, 5)]
+    assert int(peer.generations[3]) == 11 and peer.is_readable()
+    assert not len(own.generations) and peer.bytes_per_page == (LAYOUT.bytes_per_page,) * 3
+    for pages in peer.pages:
+        with pytest.raises(ValueError, match="read-only"):
+            pages[0] = 1
+    group.unlink()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_that_does_not_fit_together_is_not_mapped(tmp_path):
+    one = ArenaGroup.create([arena_name(APP, "w", "b1", rank) for rank in range(2)], LAYOUT, 9, tmp_path)
+    other = ArenaGroup.create([arena_name(APP, "v", "b1", rank) for rank in range(2)], LAYOUT, 8, tmp_path)
+    for names in (one.names[::-1], (one.names[0], other.names[1]), (one.names[0], other.names[0]), ()):
+        with pytest.raises(PeerError, match="not the arenas of one worker|at least one arena"):
+            ArenaGroup.open_read_only(names, tmp_path)
+
+
+def test_a_group_that_cannot_be_made_whole_leaves_nothing(tmp_path):
+    names = [arena_name(APP, "w", "b1", rank) for rank in range(2)]
+    (tmp_path / names[1]).write_bytes(b"theirs")
+    with pytest.raises(ConfigError, match="exists already"):
+        ArenaGroup.create(names, LAYOUT, 9, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [names[1]]
+
+
+def test_the_next_boot_removes_the_arenas_of_all_ranks(tmp_path):
+    """B20 with a group: SIGKILL of all ranks leaves one region a rank."""
+    names = [arena_name(APP, "ctx-1", "b1", rank) for rank in range(4)]
+    other = ArenaGroup.create([arena_name(APP, "ctx-11", "b1", rank) for rank in range(2)], LAYOUT, 9, tmp_path)
+    ArenaGroup.create(names, LAYOUT, 9, tmp_path)
+    assert sorted(unlink_earlier(APP, "ctx-1", tmp_path)) == sorted(names)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(other.names)

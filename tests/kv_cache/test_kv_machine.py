@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from tailrace.kv_cache.block_hash import BlockHasher, namespace
-from tailrace.kv_cache.layout import single_layout
+from tailrace.kv_cache.layout import Layout, RowLayout, single_layout
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.errors import LedgerError
+from tailrace.model.row_groups import RowField, RowGroup
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
 
 GROUP = StateGroup(GroupKind.HISTORY, (0,), (Field("k", 1, 2), Field("v", 1, 2)))
@@ -28,6 +29,7 @@ class KvMachine(RuleBasedStateMachine):
     Pages are 2 tokens, blocks 4, so that a granule has two pages.
     """
 
+    layout: Layout = single_layout([GROUP], 2, "float32")
     owned = Bundle("owned")  # (space, ids, pages): held once by us
     pinned = Bundle("pinned")
     quarantined = Bundle("quarantined")
@@ -35,7 +37,7 @@ class KvMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.generations = np.zeros(NUM_PAGES, np.uint64)
-        self.kv = KvManager(single_layout([GROUP], 2, "float32"), NUM_PAGES, 4, self.generations)
+        self.kv = KvManager(self.layout, NUM_PAGES, 4, self.generations)
         self.hasher = BlockHasher(b"s", 4)
         self.holds: Counter[int] = Counter()
         self.pins: Counter[int] = Counter()
@@ -56,6 +58,7 @@ class KvMachine(RuleBasedStateMachine):
         assert hit.num_tokens <= (len(ids) if whole else len(ids) - 1)
         for i, page in enumerate(hit.pages):
             assert self.content[page] == (space, tuple(ids[: 2 * i + 2])), "a match gives the state of this very prefix"
+        self._look_at_snapshot(hit, space, ids, whole)
         self.holds.update(hit.pages)
         before = self._in_use()
         available = self.kv.available()
@@ -72,6 +75,9 @@ class KvMachine(RuleBasedStateMachine):
         for i, page in enumerate(more, start=len(hit.pages)):
             self.content[page] = (space, tuple(ids[: 2 * i + 2]))
         return (space, ids, pages)
+
+    def _look_at_snapshot(self, hit, space, ids, whole):
+        assert hit.snapshot == (), "there are no state pages"
 
     @rule(sequence=owned)
     def publish(self, sequence):
@@ -191,7 +197,51 @@ class KvMachine(RuleBasedStateMachine):
         assert self.kv.counts().free == NUM_PAGES - 1
 
 
+class RowMachine(KvMachine):
+    """The same with two state pages a sequence, of which copies are kept at the ends of granules."""
+
+    layout = RowLayout(
+        (
+            RowGroup(GroupKind.HISTORY, (0,), (RowField("h", 4, "f"),), tokens_per_row=2),
+            RowGroup(GroupKind.WINDOW, (0,), (RowField("w", 4, "f"),), rows=2),
+        ),
+        2,
+        "float32",
+    )
+
+    def _look_at_snapshot(self, hit, space, ids, whole):
+        if whole:
+            assert not hit.snapshot
+            return
+        assert len(hit.snapshot) == (2 if hit.pages else 0), "history alone is no hit"
+        for page in hit.snapshot:
+            assert self.content[page] == (space, ("state", *ids[: hit.num_tokens])), "a snapshot of this very prefix"
+        self.kv.release(hit.snapshot)
+
+    @rule(sequence=KvMachine.owned, cut=st.integers(0, 5))
+    def keep(self, sequence, cut):
+        """What a prefill does when it has come to a granule's end."""
+        space, ids, pages = sequence
+        end = (len(ids) - cut) // 4 * 4
+        if any(self.quarantines[page] for page in pages) or end < 4:
+            return
+        hashes = self.hasher.hash_blocks("s", ids)
+        if self.kv.snapshot_tokens(space, hashes, end + 1) != end:
+            return
+        copy = self.kv.allocate(2)
+        if copy is None:
+            return
+        for page in copy:
+            self.content[page] = (space, ("state", *ids[:end]))
+        self.kv.publish(space, hashes, pages, end)
+        self.kv.publish_snapshot(space, hashes, end, copy)
+        self.kv.release(copy)
+        assert self.kv.snapshot_tokens(space, hashes, end + 1) == 0
+
+
 TestKvMachine = KvMachine.TestCase
 TestKvMachine.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+TestRowMachine = RowMachine.TestCase
+TestRowMachine.settings = settings(TestKvMachine.settings, max_examples=70)

@@ -344,6 +344,33 @@ def test_dropping_the_cache_frees_what_is_idle_and_makes_private_what_is_used():
     kv.check()
 
 
+def test_a_retracted_page_is_found_by_nobody_and_takes_longer_prefixes_along():
+    worker = Worker()
+    pages = worker.run(A)
+    worker.run(B)
+    worker.kv.retract(pages[1:2])
+    assert worker.cached(A) == 4 and worker.cached(B) == 16
+    assert worker.kv.counts().cached == 5 and worker.kv.counts().free == 11
+    worker.kv.check()
+    again = worker.run(A)
+    assert worker.cached(A) == 16 and again[0] == pages[0]
+
+
+def test_who_holds_a_retracted_page_cannot_publish_it_again_but_its_next_owner_can():
+    worker = Worker(num_pages=9)
+    worker.run(A)
+    hit = worker.kv.match_prefix(NS, worker.hashes(A), 16, whole=True)
+    worker.kv.retract(hit.pages[2:3])
+    assert worker.kv.counts().held == 4
+    worker.kv.publish(NS, worker.hashes(A), hit.pages, 16)
+    assert worker.cached(A) == 8
+    worker.kv.release(hit.pages)
+    worker.kv.check()
+    worker.run(A)
+    worker.run(B)  # all eight pages have had another owner since
+    assert worker.cached(A) == 16 and worker.cached(B) == 16
+
+
 def test_two_threads_keep_the_books_right():
     worker = Worker(num_pages=33)
     kv = worker.kv

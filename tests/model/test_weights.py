@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tailrace.model import quantized
 from tailrace.model.errors import ConfigError
 from tailrace.model.linear import MAX_INT4_ROWS, ByRowsLinear, DenseLinear
+from tailrace.model.shard import Shard
 from tailrace.model.source import ModelSource, open_source
 from tailrace.model.tensors import TensorEntry
 from tailrace.model.weights import Weights, load_weights
@@ -203,3 +204,45 @@ def test_greedy_output_of_tiny_checkpoints_is_diverse_and_hangs_on_the_whole_pro
         ]
         assert len(set(runs[0])) >= 16, (family, runs[0])
         assert sum(a == b for a, b in zip(*runs, strict=True)) < 8, family
+
+
+# --------------------------------------------------------------------------------------------------- shares of ranks
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("source", ["directory", "gguf"])
+def test_the_shares_of_all_ranks_make_the_whole(tmp_path: Path, source: str, tp: int):
+    """Query rows, MLP rows and the columns that read them are divided, 2 key-value heads held by 4 ranks in pairs."""
+    biases = {} if source == "gguf" else {"attention_bias": True, "mlp_bias": True}
+    path = (
+        write_tiny_gguf(tmp_path / "m.gguf", "llama", kind="Q8_0", **WIDE)
+        if source == "gguf"
+        else write_tiny_checkpoint(tmp_path / "m", "llama", **biases)
+    )
+    opened = open_source(str(path))
+    whole = float32(opened)
+    parts = [load_weights(opened, dtype=torch.float32, shard=Shard(rank, tp)) for rank in range(tp)]
+    assert [part.lm_head is None for part in parts] == [False] + [True] * (tp - 1)
+    dim, heads, kv_heads = opened.config.head_dim, opened.config.num_heads, opened.config.num_kv_heads
+    for i, layer in enumerate(whole.layers):
+        shares = [part.layers[i] for part in parts]
+        q, k, v = layer.qkv_proj.weight.split([heads * dim, kv_heads * dim, kv_heads * dim])
+        each = heads * dim // tp
+        for rank, share in enumerate(shares):
+            held = slice(rank * kv_heads // tp * dim, (rank * kv_heads // tp + 1) * dim)
+            expected = torch.cat((q[rank * each : (rank + 1) * each], k[held], v[held]))
+            assert torch.equal(share.qkv_proj.weight, expected)
+            assert torch.equal(share.input_norm, layer.input_norm)
+            assert (share.o_proj.bias is None) == (share.down_proj.bias is None) == (rank > 0 or not biases)
+        for name in ("o_proj", "down_proj"):
+            columns = torch.cat([getattr(share, name).weight for share in shares], 1)
+            assert torch.equal(columns, getattr(layer, name).weight)
+        halves = [share.gate_up_proj.weight.chunk(2) for share in shares]
+        gate_up = torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+        assert torch.equal(gate_up, layer.gate_up_proj.weight)
+
+
+def test_packed_weights_are_not_split(tmp_path: Path):
+    source = open_source(str(write_tiny_gguf(tmp_path / "m.gguf", "llama", kind="Q4_1", **WIDE)))
+    with pytest.raises(ConfigError, match="not split over 2 ranks"):
+        load_weights(source, dtype=torch.bfloat16, quantized=True, shard=Shard(0, 2))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 import time
 
@@ -15,7 +16,10 @@ from tailrace.kv_cache.block_hash import BlockHasher, namespace
 from tailrace.model.errors import ClientError
 from tailrace.model.tokenizer import from_hf_json
 from tailrace.router.detokenize import TextStream, TokenTable
+from tailrace.router.text_cuts import Cuts
+from tailrace.router.token_cache import PromptTokenCache
 from tailrace.router.tokenization import ChatPrompt, IdsPrompt, TextPrompt, Tokenization, scope_of
+from tailrace.transfer.messages import unpack_ids
 
 HASHER = BlockHasher(b"a secret of sixteen", 4)
 
@@ -62,6 +66,7 @@ async def test_hashes_are_of_the_full_blocks_in_the_requests_scope():
     prompt = await prompt_of(IdsPrompt(ids), tenant="t", cache_salt="s")
     scope = scope_of("rev", "t", "s")
     assert prompt.hashes == HASHER.hash_blocks(scope, ids) and len(prompt.hashes) == 32
+    assert unpack_ids(prompt.packed) == ids
     assert prompt.namespace == namespace(scope, "float32/exact")
     assert prompt.hash_ids([*ids, 1, 2]).startswith(prompt.hashes) and len(prompt.hash_ids([*ids, 1, 2])) == 48
 
@@ -69,11 +74,12 @@ async def test_hashes_are_of_the_full_blocks_in_the_requests_scope():
 def test_no_two_scopes_are_spelled_alike():
     parts = [("r", "a", "b"), ("r", "a|b", ""), ("r", "", "a|b"), ("r", 'a","b', ""), ("r", "a", ""), ("r", "", "a")]
     assert len({scope_of(*part) for part in parts}) == len(parts)
+    assert all(word not in scope_of("rev", "a-tenants-key", "salt") for word in ("rev", "a-tenants-key", "salt"))
 
 
 async def test_bos_is_put_before_texts_and_never_before_templates():
     class Template:
-        def render(self, messages, *, add_generation_prompt=True):
+        def render(self, messages, tools=None, add_generation_prompt=True):
             return "<s> a" + messages[0]["content"]
 
     work = tokenization(marked_spaces(), Template())
@@ -189,6 +195,7 @@ async def test_long_prompts_wait_apart_from_short_ones():
     work.close()
 
 
+@pytest.mark.alone
 async def test_the_event_loop_runs_on_while_a_megabyte_is_tokenized():
     work = tokenization()
     task = asyncio.create_task(work.prompt(TextPrompt("The river turns below. " * 40_000), limit=10**7))
@@ -200,6 +207,54 @@ async def test_the_event_loop_runs_on_while_a_megabyte_is_tokenized():
     assert len((await task).ids) > 100_000
     work.close()
     assert longest < 0.25  # blocked, it would be the half second and more that the whole job takes
+
+
+class Instant:
+    """As many ids as characters, in no time."""
+
+    special_ids, bos_id, max_bytes = frozenset(), None, 1
+
+    def encode(self, text, *, special):
+        return [7] * len(text)
+
+    def encode_parts(self, texts):
+        return [[7] * len(text) for text in texts]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_step_of_a_long_prompt_holds_the_interpreter_for_long(cached):
+    """What one line does in C nobody else can do anything beside: CPU time of each line of the job, but for the
+    tokenizer's, which lets go. Four million ids, so that to make them into bytes at once takes ten times the bound."""
+    encoder, lines, clock = Instant(), {}, time.thread_time
+    cache = PromptTokenCache(encoder, Cuts(r" (?=w)"), revision="r", max_bytes=1 << 20) if cached else None
+    hasher = BlockHasher(b"a secret of sixteen", 4096)
+    work = Tokenization(
+        encoder, None, encoder, hasher, revision="r", fidelity="f", vocab_size=10, cache=cache
+    )  # fmt: skip
+    text = " ".join(f"w{n:08}" for n in range(400_000))
+    last = [("", 0), clock()]
+
+    def trace(frame, event, argument):
+        now = clock()
+        if event == "line" and "encode" not in last[0][0]:
+            lines[last[0]] = max(lines.get(last[0], 0.0), now - last[1])
+        last[0] = (frame.f_code.co_name, frame.f_lineno)
+        last[1] = clock()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        prompt = work._prompt(TextPrompt(text, special=False), 10**7, "scope")
+    finally:
+        sys.settrace(None)
+    started = clock()
+    size = len(prompt.ids)
+    del prompt
+    lines["freeing it", 0] = clock() - started
+    work.close()
+    assert size == len(text) == 3_999_999
+    assert max(lines.values()) < 0.02, sorted(lines.items(), key=lambda item: -item[1])[:5]
 
 
 @pytest.mark.parametrize("ids", [[49152], [-1], [2**40]])

@@ -321,6 +321,24 @@ def test_a_prompt_too_large_for_every_gen_ends_the_attempt():
     scene.assert_quiet()
 
 
+def test_a_gen_that_never_takes_an_attempt_is_not_asked_for_ever():
+    """It had another reader's word once; ctx takes no reader back, so only a new attempt can be read."""
+    scene = Scene()
+    scene.cluster(1, 1)
+    key = ready_to_bind(scene)
+    scene.not_now(key, why="another reader")
+    assert [r.reason for r in scene.refused()] == ["bind_failed"]
+    scene.assert_quiet()
+
+
+def test_a_prompt_too_large_for_the_only_gen_ends_at_once():
+    scene = Scene()
+    scene.cluster(1, 1)
+    scene.not_now(ready_to_bind(scene), why="too_large")
+    assert [r.reason for r in scene.refused()] == ["bind_failed"]
+    scene.assert_quiet()
+
+
 def test_a_late_answer_for_an_ended_request_is_cancelled():
     scene = Scene()
     scene.cluster(1, 1)
@@ -398,7 +416,7 @@ def test_when_ctx_dies_an_unbound_request_waits_for_its_ingress_to_try_again():
     scene.pump()
     assert scene.state.prefill.sum == scene.state.pages.sum == 0
     scene.done(key, "migrating")
-    again = scene.place(key[0], attempt=1, deaths=1)
+    again = scene.place(key[0], attempt=2, deaths=1)
     assert scene.placed()[0].boot == ({a, b} - {placed.boot}).pop()
     scene.done(again)
     scene.assert_quiet()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from router_plain import assert_as_computed_anew
 from router_scene import Scene
 
 from tailrace.transfer.messages import Bound, Cancel, Done, Drain, Held, Holding, NotNow, Progress, Unbind
@@ -85,7 +86,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(
         ingress=st.sampled_from(INGRESSES), tokens=st.sampled_from([1, 30, 100, 500]), samples=st.integers(1, 3),
-        max_new=st.sampled_from([0, 1, 2, 50]), attempt=st.integers(0, 1), number=pick, again=st.booleans(),
+        max_new=st.sampled_from([0, 1, 2, 50]), attempt=st.integers(1, 3), number=pick, again=st.booleans(),
         at=st.booleans(), deadline=st.sampled_from([None, 0.1, 5.0]),
     )  # fmt: skip
     def place(self, ingress, tokens, samples, max_new, attempt, number, again, at, deadline):
@@ -185,10 +186,11 @@ class RouterMachine(RuleBasedStateMachine):
             return
         scene, state = self.scene, self.scene.state
         scene.core.check()
-        for claims in (state.prefill, state.pages, state.seats):
+        assert_as_computed_anew(state, scene.now)
+        for claims in (state.prefill, state.pages, state.seats, state.migrations.in_flight):
             assert set(claims._claims) <= set(state.records)
         for key, record in state.records.items():
-            waits = key in state.queue
+            waits = key in state.queue or key in state.migrations
             assert waits == (record.leg == "")
             if key in state.unbound:
                 assert not record.gen and record.pending is None and not record.worker_done
@@ -212,7 +214,7 @@ class RouterMachine(RuleBasedStateMachine):
         for boot in [w.boot for w in self.scene.state.workers]:
             worker = self.scene.state.workers.get(boot)
             self.scene.say(boot, Holding(worker.name, boot, 0, ()))
-            assert self.scene.state.active(worker) == 0 and self.scene.state.tokens_left(worker, 1000.0) == 0
+            assert self.scene.state.active(worker) == 0 and self.scene.state.tokens_left(worker) == 0
         assert all(isinstance(f, Cancel) for f in self.scene.taken("nobody"))
 
 

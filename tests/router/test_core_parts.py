@@ -7,19 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.model.errors import LedgerError
-from tailrace.router.admission import Meter, WaitQueue, next_grant_s
+from tailrace.router.admission import Needs, WaitQueue, next_grant_s
 from tailrace.router.ledger import POOL, Claims
 from tailrace.router.pairing import assign_pairs
 from tailrace.router.policies import (
     POLICIES,
     GenCandidate,
+    PlaceView,
     PrefillCandidate,
-    auto_local_tokens,
     choose_gen,
     least_prefill,
     least_tokens,
+    prefix,
     round_robin,
 )
+from tailrace.router.tenants import Tenants
+from tailrace.router.told import Told
+from tailrace.transfer.messages import Done
 
 A, B = ("a", 0), ("b", 0)
 
@@ -77,29 +81,23 @@ def test_a_total_that_does_not_add_up_is_found():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(-3, 3), st.booleans()), max_size=20))
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=20))
 def test_the_queue_keeps_its_order_and_its_sums(entries):
-    queue, kept = WaitQueue(100), []
-    for i, (attempt, priority, leave) in enumerate(entries):
-        key = (str(i), attempt)
-        queue.add(key, priority, float(i), 10, 3)
+    tenants = Tenants({})
+    queue, kept, one = WaitQueue(100, tenants), [], tenants.of("one")
+    for i, (priority, leave) in enumerate(entries):
+        key = (str(i), 1)
+        queue.add(key, one, priority, float(i), Needs(0.5, 3, 1, 15))
         if leave:
             queue.remove(key)
             queue.remove(key)
         else:
-            kept.append((attempt == 0, priority, i, key))
-    assert [key for key, _ in queue.waiting()] == [entry[-1] for entry in sorted(kept)]
-    assert queue.num_tokens == 10 * len(kept) and queue.needed_pages == 3 * len(kept)
-    assert len(queue) == len(kept) and (queue.head() is None) == (not kept)
-
-
-def test_the_meter_forgets_what_is_older_than_its_window():
-    meter = Meter()
-    assert meter.per_s(0.0) == 0.0
-    for second in range(20):
-        meter.add(5, float(second))
-    assert meter.per_s(19.0) == pytest.approx(5.0, rel=0.15)
-    assert meter.per_s(60.0) == 0.0
+            kept.append((priority, i, key))
+    assert [entry.key for entry in queue.in_order()] == [entry[-1] for entry in sorted(kept)]
+    n = len(kept)
+    assert queue.needs == Needs(0.5 * n, 3 * n, n, 15 * n)
+    assert len(queue) == n == len(queue.waiting()) and (queue.head() is None) == (not kept)
+    assert one.waiting == n
 
 
 def test_the_next_grant_is_the_later_of_both_legs():
@@ -107,22 +105,36 @@ def test_the_next_grant_is_the_later_of_both_legs():
     assert next_grant_s(least_backlog_s=3.0, missing_pages=0, **legs) == 4.0
     assert next_grant_s(least_backlog_s=0.0, missing_pages=70, **legs) == 7.0
     assert next_grant_s(least_backlog_s=0.0, missing_pages=5, **legs | {"waiting_s": 0.0, "pages_per_s": 0.0}) == 1.0
+    assert next_grant_s(least_backlog_s=0.0, missing_pages=0, missing_rows=9, rows_per_s=2.0, **legs) == 4.5
 
 
-def candidates(*rows):
-    return [PrefillCandidate(boot, tokens, rate, last) for boot, tokens, rate, last in rows]
+def candidates(*rows, tokens=10):
+    """Rows of (boot, tokens left, tokens a second, last chosen, and of `tokens` those cached, if any)."""
+    return [
+        PrefillCandidate(boot, left, left / rate, (tokens - sum(cached)) / rate, last, *cached)
+        for boot, left, rate, last, *cached in rows
+    ]
 
 
 def test_each_policy_follows_its_own_rule():
     workers = candidates(("a", 100, 100.0, 3), ("b", 150, 1000.0, 2), ("c", 120, 100.0, 1))
-    assert round_robin(workers, 10) == "c"
-    assert least_tokens(workers, 10) == "a"
-    assert least_prefill(workers, 10) == "b"
+    request = PlaceView(10)
+    assert round_robin(workers, request) == "c"
+    assert least_tokens(workers, request) == "a"
+    assert least_prefill(workers, request) == prefix(workers, request) == "b"
 
 
 def test_ties_go_to_whoever_was_chosen_longest_ago():
     workers = candidates(("a", 0, 100.0, 2), ("b", 0, 100.0, 1))
-    assert all(policy(workers, 10) == "b" for policy in POLICIES.values())
+    assert all(policy(workers, PlaceView(10)) == "b" for policy in POLICIES.values())
+
+
+@pytest.mark.parametrize("policy", [least_prefill, prefix])
+def test_a_cached_prefix_is_worth_what_it_would_cost_to_compute_it_again(policy):
+    at_holder = [("holder", 700, 1000.0, 9, 800), ("idle", 0, 1000.0, 1)]
+    assert policy(candidates(*at_holder, tokens=1000), PlaceView(1000)) == "holder"
+    at_holder[0] = ("holder", 900, 1000.0, 9, 800)
+    assert policy(candidates(*at_holder, tokens=1000), PlaceView(1000)) == "idle"
 
 
 def test_a_gen_is_chosen_by_requests_then_room_and_must_have_room():
@@ -130,14 +142,6 @@ def test_a_gen_is_chosen_by_requests_then_room_and_must_have_room():
     assert choose_gen([GenCandidate("a", 5, 6, 0, 0)]) is None
     assert choose_gen([GenCandidate("a", 9, 6, 2, 0), GenCandidate("b", 7, 6, 1, 0)]) == "b"
     assert choose_gen([GenCandidate("a", 9, 6, 1, 0), GenCandidate("b", 12, 6, 1, 0)]) == "b"
-
-
-def test_the_automatic_threshold_is_bounded_and_zero_while_unknown():
-    assert auto_local_tokens(0.0, 1e9, 1000.0, 0.01, 512) == 0
-    assert auto_local_tokens(1000.0, 0.0, 1000.0, 0.01, 512) == 0
-    assert auto_local_tokens(1000.0, 1e5, 1000.0, 0.01, 512) == 512  # the wire is slower than the arithmetic
-    assert auto_local_tokens(1e6, 1e12, 1000.0, 0.01, 512) == 512
-    assert auto_local_tokens(1000.0, 1e12, 1000.0, 0.01, 512) in (9, 10)
 
 
 # -------------------------------------------------------------------------------------------------------------- pairing
@@ -180,3 +184,11 @@ def test_a_wanted_ctx_takes_the_place_of_the_least_recently_used_idle_pair():
 def test_when_every_pair_is_busy_a_wanted_ctx_has_to_wait():
     current = {"g": ("a",)}
     assert pairs_of(["g"], ["a", "b"], 1, current, busy={("g", "a")}, wanted=["b"]) == {"g": ("a",)}
+
+
+def test_ends_are_repeated_for_as_long_as_a_router_may_hold_their_claims():
+    told = Told(3.0)
+    for number in range(6):
+        told.note(Done(f"r{number}", 1, "finished", ""), 2.0 * number)
+    assert [done.request for done in told.again(10.0)] == ["r3", "r4", "r5"] and len(told) == 3
+    assert told.again(100.0) == []

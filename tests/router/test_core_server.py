@@ -17,6 +17,7 @@ from tailrace.transfer.messages import (
     Answer,
     Bind,
     Bound,
+    CacheQuery,
     Deaths,
     Done,
     Epoch,
@@ -84,6 +85,7 @@ async def cluster(server):
     await ctx.get(Epoch)
     while [p.boot for p in (await gen.get(Peers)).peers] != ["ctx-boot"]:
         pass
+    await gen.get(CacheQuery)
     ctx.beat(), gen.beat(("ctx-boot",))
     while server.ready()["status"] != "ready":
         await asyncio.sleep(0.01)
@@ -108,7 +110,7 @@ async def test_a_request_goes_from_place_to_bound_and_done(server, cluster):
     answer = await ingress.get(Answer)
     view = json.loads(answer.text)
     assert answer.number == 7 and view["requests"] == {}
-    assert view["claims"] == {"seconds": 0.0, "prefill_tokens": 0, "pages": 0, "seats": 0}
+    assert view["claims"] == {"seconds": 0.0, "prefill_tokens": 0, "pages": 0, "seats": 0, "rows": 0}
     assert view["pairs"] == [{"gen": "gen-0", "ctx": "ctx-0", "gen_boot": "gen-boot", "ctx_boot": "ctx-boot"}]
 
 

@@ -8,6 +8,7 @@ import pytest
 from router_scene import Scene
 
 from tailrace.router import view
+from tailrace.router.tenants import Share
 from tailrace.transfer.metrics import Metrics
 
 
@@ -67,6 +68,16 @@ def test_a_full_queue_is_told():
     assert ready(scene) == ("degraded", ["the queue of waiting requests is full"])
 
 
+def test_requests_that_wait_for_a_place_are_told_as_missing_capacity():
+    """B2."""
+    scene = Scene()
+    scene.cluster(1, 1, total=10)
+    scene.place(tokens=100), scene.place(tokens=100)
+    assert ready(scene) == ("ready", [])
+    scene.wait(0.7)
+    assert ready(scene) == ("degraded", ["no capacity: 1 waiting for a place"])
+
+
 def test_the_cluster_page_is_json_and_shows_load_and_claims():
     scene = Scene()
     scene.cluster(2, 1)
@@ -79,6 +90,17 @@ def test_the_cluster_page_is_json_and_shows_load_and_claims():
     (gen,) = page["pools"]["gen"]["workers"]
     assert gen["load"]["seats"] == 1 and page["pools"]["ctx"]["pages"]["total"] == 200
     assert len(page["pairs"]) == 2 and page["router"]["epoch"] == 1
+
+
+def test_the_cluster_page_says_what_a_pairs_pages_go_through_and_why():
+    scene = Scene()
+    (ctx,), (near, far) = scene.cluster(1, 2)
+    scene.beat(near, codecs=((ctx, "raw", "there is no wire"),))
+    scene.beat(far, codecs=((ctx, "auto(raw,int8)", "configured"),))
+    scene.beat(ctx, codecs=((far, "int8", "at 0.10 GB/s of wire"), ("long-dead", "int4", "configured")))
+    page = view.cluster(scene.state, scene.core.placer, scene.now)
+    found = {pair["gen"]: (pair["codec"], pair["codec_reason"]) for pair in page["pairs"]}
+    assert found == {"gen-0": ("raw", "there is no wire"), "gen-1": ("int8", "at 0.10 GB/s of wire")}
 
 
 def test_the_routers_metrics_follow_its_claims_and_warn_of_stale_workers():
@@ -96,3 +118,15 @@ def test_the_routers_metrics_follow_its_claims_and_warn_of_stale_workers():
     view.update_metrics(metrics, scene.state, scene.now)
     assert metrics.value("tailrace_claims", kind="seconds") == metrics.value("tailrace_claims", kind="pages") == 0
     assert metrics.value("tailrace_stats_stale") == 1
+
+
+def test_the_cluster_page_shows_the_busiest_tenants_and_cuts_their_names():
+    scene = Scene(tenants={"big": Share(4.0)})
+    scene.cluster(1, 1, total=10)
+    scene.place(tokens=100, tenant="big")
+    scene.place(tokens=100, tenant="big")
+    for number in range(40):
+        scene.done(scene.place(tokens=100, tenant=f"{number}" + "x" * 100), "cancelled")
+    shown = view.cluster(scene.state, scene.core.placer, scene.now)["tenants"]
+    assert shown[0] == {"name": "big", "weight": 4.0, "waiting": 1, "running": 1, "served_tokens": 0}
+    assert len(shown) == 32 and max(len(tenant["name"]) for tenant in shown) == 64

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from router_scene import Scene
+from router_scene import PAGE, Scene
 
 from tailrace.model.errors import ProtocolError
 from tailrace.router.epochs import EpochRule, Verdict
-from tailrace.transfer.messages import Bound, Cancel, Deaths, Epoch, EpochRefused, Heartbeat, Peers, Progress
+from tailrace.router.worker import Usable
+from tailrace.transfer.messages import (
+    Bound,
+    CacheQuery,
+    Cancel,
+    Deaths,
+    Epoch,
+    EpochRefused,
+    Heartbeat,
+    Peers,
+    Progress,
+)
 
 
 def everybody_heard(scene, boot, boots):
@@ -134,9 +145,10 @@ def test_the_epoch_comes_before_everything_else_on_a_worker_link():
     scene = Scene(settle=False)
     scene.worker("ctx-0", "ctx")
     gen = scene.worker("gen-0", "gen")
-    assert [type(f) for f in scene.mail[gen]] == [Epoch, Peers]
+    assert [type(f) for f in scene.mail[gen]] == [Epoch, Peers, CacheQuery]
     scene.worker("gen-0", "gen", boot="second")
-    assert isinstance(scene.mail["second"][0], Epoch) and isinstance(scene.mail["second"][-1], Peers)
+    kinds = [type(f) for f in scene.mail["second"]]
+    assert kinds[0] is Epoch and kinds[-2:] == [Peers, CacheQuery]
 
 
 def test_a_starting_router_takes_one_more_than_the_highest_it_is_told_and_tells_all():
@@ -183,21 +195,21 @@ def test_the_same_number_with_another_boot_is_another_router():
 def test_a_new_router_counts_what_workers_hold_until_they_no_longer_do():
     scene = Scene()
     (ctx, other), (gen,) = scene.cluster(2, 1)
-    scene.held(ctx, (("old", 0), "prefill", 3, 9), (("older", 0), "prefill", 3, 0))
+    scene.held(ctx, (("old", 0), "prefill", 3, 9 * PAGE - 1), (("older", 0), "prefill", 3, 0))  # tokens, and the first
     scene.held(gen, (("oldest", 0), "decode", 20, 0))
-    assert scene.state.pool_pages([scene.state.workers.get(gen)]) == 100 - 9
+    assert scene.state.pool_pages(Usable([scene.state.workers.get(gen)])) == 100 - 9
     assert scene.state.active(scene.state.workers.get(gen)) == 1
     scene.held(ctx)
     scene.held(gen)
-    assert scene.state.pool_pages([scene.state.workers.get(gen)]) == 100
+    assert scene.state.pool_pages(Usable([scene.state.workers.get(gen)])) == 100
     scene.assert_quiet()
 
 
 def test_unbound_requests_of_a_former_router_are_taken_over_when_their_ingress_asks():
     scene = Scene()
     (ctx,), (gen,) = scene.cluster(1, 1)
-    scene.held(ctx, (("old", 0), "prefill", 7, 7))
-    scene.say(ctx, Progress("old", 0, 100, 100, 0.0, True))
+    scene.held(ctx, (("old", 1), "prefill", 7, 7))
+    scene.say(ctx, Progress("old", 1, 100, 100, 0.0, True))
     assert not scene.state.records
     key = scene.place("old", at=ctx)
     assert not scene.placed()  # the ingress knows the first leg
@@ -214,10 +226,44 @@ def test_taking_over_works_when_the_ingress_is_earlier_than_the_ctx():
     ctx = scene.worker("ctx-0", "ctx")
     gen = scene.worker("gen-0", "gen")
     scene.pair()
-    scene.say(ctx, Progress("old", 0, 100, 100, 0.0, True))
+    scene.say(ctx, Progress("old", 1, 100, 100, 0.0, True))
     assert scene.asked(key) == gen
     scene.done(key)
     scene.assert_quiet()
+
+
+def test_what_a_former_router_bound_goes_on_where_it_is():
+    """Its ingress may not have heard of the gen, and the ctx no longer has it."""
+    scene = Scene()
+    (ctx,), (gen,) = scene.cluster(1, 1)
+    key = scene.place("old", at=ctx)
+    other = scene.place("unbound", at=ctx)
+    scene.progress(other, ready=50, last=False, seconds_left=9.0)
+    scene.held(ctx)
+    assert not scene.placed()
+    scene.held(gen, (key, "decode", 7, 0), (other, "decode", 7, 0))
+    (placed,) = scene.placed()
+    assert (placed.request, placed.leg, placed.boot) == ("old", "decode", gen), "of the other, ctx says more"
+    scene.held(ctx)
+    scene.held(gen, (key, "decode", 7, 0))
+    assert not scene.placed() and not scene.state.prefill.amount(key)
+    scene.down(gen)
+    scene.wait(3.0)
+    assert [r.reason for r in scene.refused() if r.request == "old"] == ["gen_lost"]
+    scene.done(other)
+    scene.assert_quiet()
+
+
+def test_an_ingress_that_links_again_hears_who_died_meanwhile():
+    scene = Scene()
+    (ctx,), (gen,) = scene.cluster(1, 1)
+    scene.ingress()
+    assert not scene.taken("ingress-1", Deaths)
+    scene.core.link_down("ingress-1")
+    scene.core.declare_dead(gen, "silent")
+    assert not scene.taken("ingress-1", Deaths)
+    scene.ingress()
+    assert scene.one("ingress-1", Deaths).boots == (gen,)
 
 
 def test_a_request_whose_ctx_died_with_the_former_router_is_refused():
@@ -235,11 +281,11 @@ def test_an_ended_request_that_a_whole_set_still_names_is_not_counted_again():
     (ctx,), (gen,) = scene.cluster(1, 1)
     key = scene.place()
     scene.done(key, "cancelled")
-    scene.held(ctx, (key, "prefill", 7, 7))
-    assert scene.state.pool_pages([scene.state.workers.get(gen)]) == 100
+    scene.held(ctx, (key, "prefill", 7, 7 * PAGE - 1))
+    assert scene.state.pool_pages(Usable([scene.state.workers.get(gen)])) == 100
     scene.wait(4.0)
-    scene.held(ctx, (key, "prefill", 7, 7))  # it really is still there
-    assert scene.state.pool_pages([scene.state.workers.get(gen)]) == 93
+    scene.held(ctx, (key, "prefill", 7, 7 * PAGE - 1))  # it really is still there
+    assert scene.state.pool_pages(Usable([scene.state.workers.get(gen)])) == 93
 
 
 def test_the_whole_set_frees_the_prefill_claim_when_ctx_is_done_with_a_request():

@@ -4,11 +4,13 @@ import pytest
 
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.router.api_errors import Failure
+from tailrace.router.attempt import ToRouter, ToWorker
 from tailrace.router.detokenize import TextStream, TokenTable
-from tailrace.router.flow import BACKOFF_S, Flow, FlowPolicy, Spec, ToRouter, ToWorker
+from tailrace.router.flow import BACKOFF_S, GIVEN_BACK, Flow, FlowPolicy, Spec
 from tailrace.router.sample import Sample
 from tailrace.router.stop_strings import StopStrings
 from tailrace.transfer.messages import (
+    NOT_HELD,
     Cancel,
     Delta,
     Done,
@@ -18,6 +20,7 @@ from tailrace.transfer.messages import (
     Refused,
     Renew,
     Submit,
+    Timing,
     TokenLogprob,
     pack_ids,
     unpack_ids,
@@ -46,10 +49,11 @@ class Run:
         self.stops = StopStrings(stops) if stops else None
         self.samples = samples
         spec = Spec(
-            request="r", prompt_ids=[5, 6, 7], params=SamplingParams(**({"max_tokens": 8} | params)), samples=samples,
+            request="r", prompt_ids=[5, 6, 7], packed_ids=pack_ids([5, 6, 7]),
+            params=SamplingParams(**({"max_tokens": 8} | params)), samples=samples,
             hashes=b"h" * 16, hash_ids=lambda ids: bytes(len(ids)), namespace=b"n" * 16, deadline=deadline,
         )  # fmt: skip
-        self.flow = Flow(spec, policy or FlowPolicy(), self._make, self.now)
+        self.flow = Flow(spec, policy or FlowPolicy(), self._make(), self.now)
         self.sent = self.flow.start()
 
     def _make(self):
@@ -116,10 +120,12 @@ def test_the_usual_way():
     assert run.tokens("ctx", 0, [0], stamps={"prefill": 1.0}, cached_tokens=2) == []
     assert run.flow.state is State.PREFILLED_UNBOUND and run.flow.cached_tokens == 2
     assert run.placed("decode", "gen") == [("gen", Renew((("r", 1),), 10.0))]
-    assert run.flow.state is State.READING and [leg.worker for leg in run.flow.legs()] == ["ctx", "gen"]
+    assert run.flow.state is State.READING and [leg.worker for leg, _ in run.flow.held()] == ["ctx", "gen"]
     run.tokens("gen", 1, [1])
-    assert run.flow.state is State.DECODING and [leg.worker for leg in run.flow.legs()] == ["gen"]
-    assert run.tokens("gen", 2, [2], finish="length") == [("router", Done("r", 1, "finished", ""))]
+    assert run.flow.state is State.DECODING and [leg.worker for leg, _ in run.flow.held()] == ["gen"]
+    timing = Timing(run.flow.stamps.first_token - run.flow.stamps.began, 0.0, 1.0, 2)
+    done = Done("r", 1, "finished", "", (), timing, 3, 3)
+    assert run.tokens("gen", 2, [2], finish="length") == [("router", done)]
     assert run.flow.state is State.FINISHED and run.text() == "abc" and run.flow.completion_tokens == 3
 
 
@@ -163,6 +169,20 @@ def test_gens_tokens_may_overtake_the_first_one():
     run.tokens("gen", 1, [1])
     run.tokens("gen", 1, [1, 2], finish="length")
     assert run.text() == "abc" and run.flow.stale == 1
+
+
+def test_what_an_attempt_sent_too_early_is_void_in_the_next():
+    run = Run()
+    run.placed("prefill", "ctx")
+    run.placed("decode", "gen")
+    run.tokens("gen", 2, [9], finish="length")
+    run.gone("gen")
+    run.placed("local", "gen-2")
+    run.tokens("gen-2", 0, [0])
+    run.tokens("gen-2", 1, [1])
+    assert run.text() == "ab" and not run.flow.ended
+    run.tokens("gen-2", 2, [2], finish="length")
+    assert run.text() == "abc"
 
 
 def test_a_first_token_that_never_comes_leads_to_a_new_attempt():
@@ -264,6 +284,35 @@ def test_nobody_takes_over_from_a_dead_gen():
     assert kinds(run.tick(0.2)) == [("ctx", Cancel), ("router", Done), ("router", Place)]
 
 
+def test_a_worker_that_has_not_what_it_holds_is_replaced_at_once_and_not_avoided():
+    run = Run()
+    run.placed("local", "gen")
+    did = run.fails("gen", NOT_HELD)
+    assert kinds(did) == [("router", Done), ("router", Place)]
+    assert did[0][1].faults == did[1][1].exclude == ()
+    run.placed("prefill", "ctx")
+    assert kinds(run.fails("ctx", NOT_HELD)) == [("router", Done)]
+    assert kinds(run.tick(0.2)) == [("router", Place)]
+    run.decoding()
+    assert kinds(run.fails("gen", NOT_HELD)) == [("router", Done)]
+
+
+def test_a_ctx_that_has_handed_over_is_not_missed_but_who_took_it_is():
+    run = Run()
+    run.placed("prefill", "ctx")
+    run.tokens("ctx", 0, [0])
+    assert run.fails("ctx", NOT_HELD) == [], "the word of which gen has it may be under way"
+    assert run.tick(9.0) == run.fails("ctx", NOT_HELD) == []
+    run.placed("decode", "gen")
+    assert run.tick(20.0) == run.fails("ctx", NOT_HELD) == []
+    other = Run()
+    other.placed("prefill", "ctx")
+    other.tokens("ctx", 0, [0])
+    for _ in range(3):  # every renewal is answered so, and the first answer counts
+        assert other.fails("ctx", NOT_HELD) == other.tick(3.3) == []
+    assert kinds(other.tick(0.2)) == [("ctx", Cancel), ("router", Done), ("router", Place)]
+
+
 @pytest.mark.parametrize("reason, again", [("gen_lost", True), ("bind_failed", True), ("no_gen", False)])
 def test_a_refusal_after_the_placing(reason, again):
     run = Run()
@@ -280,10 +329,25 @@ def test_two_deaths_end_a_request():
     run = Run().decoding()
     run.gone("gen")
     run.placed("local", "gen-2")
+    run.now += 1.0
     did = run.gone("gen-2")
     assert kinds(did) == [("router", Done)] and run.flow.state is State.FAILED
     assert run.flow.failure.status == 503 and run.flow.reason == "worker_deaths"
     assert run.dones() == [(1, "migrating"), (2, "failed")]
+
+
+def test_workers_that_die_together_are_one_death_and_a_third_later_is_another():
+    """All ctx workers are killed: whoever was placed anew on the second before its death is known is not to blame."""
+    run = Run()
+    for worker in ("ctx", "ctx-2", "ctx-3"):
+        run.placed("prefill", worker)
+        run.gone(worker)
+        run.tick(0.15)
+    assert run.flow.deaths == 1 and not run.flow.ended
+    run.tick(1.0)
+    run.placed("prefill", "ctx-4")
+    run.gone("ctx-4")
+    assert run.flow.deaths == 2 and run.flow.reason == "worker_deaths"
 
 
 def test_a_death_counts_once_however_it_is_told():
@@ -355,22 +419,157 @@ def test_a_fault_that_may_not_be_retried_has_its_status(code, status):
     assert run.flow.failure == Failure(status, code, "words", 1.0 if status == 503 else None)
 
 
-def test_several_samples_begin_again_only_while_nothing_was_sent():
-    for delivered in (False, True):
-        run = Run(samples=2)
+def test_samples_without_a_token_begin_again_together():
+    run = Run(samples=2)
+    run.placed("local", "gen")
+    assert kinds(run.gone("gen")) == [("router", Done), ("router", Place)]
+    assert run.sent[-1].frame.samples == 2
+    ((_, submit),) = run.placed("local", "gen-2")
+    assert (submit.samples, submit.first_sample, submit.output_ids) == (2, 0, b"")
+    run.tokens("gen-2", 0, [0], sample=0, finish="length")
+    run.tokens("gen-2", 0, [1], sample=1, finish="length")
+    assert run.flow.state is State.FINISHED and run.dones() == [(1, "migrating"), (2, "finished")]
+
+
+def test_samples_in_mid_stream_go_on_each_by_itself_and_those_that_ended_stay():
+    run = Run(samples=3, seed=5)
+    run.placed("local", "gen")
+    for sample, ids, finish in ((0, [0], None), (1, [1], "length"), (2, [2, 3], None)):
+        run.tokens("gen", 0, ids, sample=sample, finish=finish)
+    did = run.gone("gen")
+    assert kinds(did) == [("router", Done), ("router", Place), ("router", Place)]
+    places = [frame for _, frame in did[1:]]
+    assert [(p.attempt, p.samples, p.num_tokens, p.max_new_tokens) for p in places] == [(2, 1, 4, 7), (3, 1, 5, 6)]
+    ((_, one),) = run.placed("prefill", "ctx", attempt=2)
+    ((_, two),) = run.placed("local", "gen-2", attempt=3)
+    assert (one.first_sample, unpack_ids(one.output_ids), one.params.seed) == (0, [0], 5)
+    assert (two.first_sample, unpack_ids(two.output_ids), two.samples) == (2, [2, 3], 1)
+    assert run.tokens("gen", 2, [9], sample=2, attempt=1) == []  # the dead one's last words
+    run.tokens("gen-2", 2, [4], sample=2, attempt=3)
+    assert run.tokens("gen-2", 0, [9], sample=0, attempt=3) == []  # not that attempt's sample
+    run.tokens("ctx", 1, [5], sample=0, attempt=2)
+    run.placed("decode", "gen-2", attempt=2)
+    assert {(leg.worker, key) for leg, key in run.flow.held()} == {
+        ("ctx", ("r", 2)), ("gen-2", ("r", 2)), ("gen-2", ("r", 3)),
+    }  # fmt: skip
+    assert kinds(run.tokens("gen-2", 3, [6], sample=2, attempt=3, finish="length")) == [("router", Done)]
+    assert not run.flow.ended
+    run.tokens("gen-2", 2, [7], sample=0, attempt=2, finish="length")
+    assert run.flow.state is State.FINISHED and run.flow.deaths == 1
+    assert [sample.ids for sample in run.flow.samples] == [[0, 5, 7], [1], [2, 3, 4, 6]]
+    assert run.dones() == [(1, "migrating"), (3, "finished"), (2, "finished")] and run.flow.stale == 2
+
+
+def test_one_death_that_hits_several_attempts_counts_once_and_the_second_ends_all_of_them():
+    run = Run(samples=2)
+    run.placed("local", "gen")
+    run.tokens("gen", 0, [0], sample=0)
+    run.tokens("gen", 0, [1], sample=1)
+    run.gone("gen")
+    run.placed("local", "gen-2", attempt=2)
+    run.placed("local", "gen-2", attempt=3)
+    run.now += 1.0
+    did = run.gone("gen-2")
+    assert run.flow.deaths == 2 and kinds(did) == [("router", Done), ("router", Done)]
+    assert run.flow.state is State.FAILED and run.flow.reason == "worker_deaths" and run.flow.held() == []
+    assert sorted(run.dones()) == [(1, "migrating"), (2, "failed"), (3, "failed")]
+
+
+def test_a_refusal_of_one_samples_attempt_ends_the_others_too():
+    run = Run(samples=2)
+    run.placed("local", "gen")
+    run.tokens("gen", 0, [0], sample=0)
+    run.tokens("gen", 0, [1], sample=1)
+    run.gone("gen")
+    run.placed("local", "gen-2", attempt=2)
+    did = run.did(run.flow.on_refused(Refused("r", 3, 503, "no_gen", 1.0), run.now))
+    assert kinds(did) == [("router", Done), ("gen-2", Cancel), ("router", Done)]
+    assert run.flow.state is State.FAILED and run.flow.failure.retry_after_s == 1.0
+
+
+def test_a_cancel_ends_every_samples_attempt():
+    run = Run(samples=2)
+    run.placed("local", "gen")
+    run.tokens("gen", 0, [0], sample=0)
+    run.tokens("gen", 0, [1], sample=1)
+    run.gone("gen", dead=False)
+    run.placed("local", "gen", attempt=3)
+    did = run.did(run.flow.cancel("client"))
+    assert kinds(did) == [("router", Done), ("gen", Cancel), ("router", Done)]
+    assert did[1][1].attempt == 3 and run.flow.state is State.CANCELLED
+
+
+def test_a_gen_that_gives_a_request_back_for_want_of_pages_is_not_avoided_and_costs_no_try():
+    run = Run(max_tokens=200)
+    for number in range(len(BACKOFF_S) + 3):
         run.placed("local", "gen")
-        run.tokens("gen", 0, [0], sample=0)
-        run.tokens("gen", 0, [1], sample=1)
-        run.flow.delivered = delivered
-        run.gone("gen")
-        if delivered:
-            assert run.flow.state is State.FAILED
-            continue
-        ((_, submit),) = run.placed("local", "gen-2")
-        assert submit.output_ids == b"" and run.flow.completion_tokens == 0
-        run.tokens("gen-2", 0, [0], sample=0, finish="length")
-        run.tokens("gen-2", 0, [1], sample=1, finish="length")
-        assert run.flow.state is State.FINISHED and run.flow.completion_tokens == 2
+        run.tokens("gen", number, [number])
+        did = run.fails("gen", "out_of_pages")
+        assert kinds(did) == [("router", Done)] and did[0][1].faults == ()
+        assert run.tick(0.05) == [], "at once, the pages would still be missing"
+        assert kinds(run.tick(1.0)) == [("router", Place)]
+    assert run.sent[-1].frame.exclude == ()
+    assert run.flow.samples[0].ids == list(range(len(BACKOFF_S) + 3))
+
+
+def test_giving_back_is_bounded_too():
+    run = Run()
+    for _ in range(GIVEN_BACK):
+        run.placed("local", "gen")
+        run.fails("gen", "out_of_pages")
+        run.tick(1.0)
+    run.placed("local", "gen")
+    run.fails("gen", "out_of_pages")
+    assert run.flow.state is State.FAILED and run.flow.failure.status == 503
+
+
+@pytest.mark.parametrize(
+    "code, faults",
+    [
+        ("internal", ("boot-gen",)), ("transfer", ("boot-ctx", "boot-gen")), ("corrupt", ("boot-ctx", "boot-gen")),
+        ("expired", ()), ("out_of_pages", ()), ("refused", ()), ("lost", ()),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("retryable", [True, False])
+def test_only_faults_of_workers_are_reported_as_such(code, faults, retryable):
+    run = Run()
+    run.placed("prefill", "ctx")
+    run.tokens("ctx", 0, [0])
+    run.placed("decode", "gen")
+    run.fails("gen", code, retryable=retryable)
+    (done,) = [a.frame for a in run.sent if isinstance(a, ToRouter) and isinstance(a.frame, Done)]
+    assert done.faults == faults
+
+
+def test_a_transfer_that_stalls_is_a_fault_and_a_deadline_is_not():
+    for retryable, faults in ((True, ("boot-ctx", "boot-gen")), (False, ())):
+        run = Run()
+        run.placed("prefill", "ctx")
+        run.placed("decode", "gen")
+        run.fails("gen", "timeout", retryable=retryable)
+        (done,) = [a.frame for a in run.sent if isinstance(a, ToRouter) and isinstance(a.frame, Done)]
+        assert done.faults == faults
+
+
+def test_a_broken_link_is_its_workers_fault_and_a_death_or_a_cancel_is_not_reported():
+    for lose, faults in (
+        (lambda run: run.gone("gen", dead=False), ("boot-gen",)),
+        (lambda run: run.gone("gen"), ()),
+        (lambda run: run.did(run.flow.cancel("client")), ()),
+    ):
+        run = Run().decoding()
+        lose(run)
+        (done,) = [a.frame for a in run.sent if isinstance(a, ToRouter) and isinstance(a.frame, Done)]
+        assert done.faults == faults
+
+
+def test_the_shape_of_a_request_tells_no_content():
+    run = Run(temperature=0.5, logit_bias=((7, 1.5),), stop_token_ids=(3,), logprobs=2, seed=99)
+    shape = run.flow.shape()
+    assert (shape["prompt_tokens"], shape["samples"], shape["max_tokens"]) == (3, 1, 8)
+    assert shape["params"] == {
+        "temperature": 0.5, "logit_bias": "1 given", "stop_token_ids": "1 given", "logprobs": 2,
+    }  # fmt: skip
 
 
 def test_one_sample_ended_by_a_stop_string_waits_for_the_other():
@@ -454,6 +653,17 @@ def test_prompt_logprobs_are_asked_for_once():
     assert len(run.flow.prompt_logprobs) == 1
 
 
+def test_after_corrupt_pages_later_attempts_use_no_cached_ones():
+    run = Run()
+    ((_, submit),) = run.placed("prefill", "ctx")
+    assert not submit.no_cache
+    run.tokens("ctx", 0, [0])
+    run.placed("decode", "gen")
+    run.fails("gen", "corrupt")
+    ((_, submit),) = run.placed("prefill", "ctx")
+    assert submit.no_cache and submit.attempt == 2
+
+
 def test_frames_of_strangers_and_of_other_attempts_change_nothing():
     run = Run().decoding()
     assert run.tokens("stranger", 2, [2]) == [] and run.tokens("gen", 2, [2], attempt=9) == []
@@ -477,3 +687,35 @@ def test_every_action_names_a_worker_that_is_not_known_dead():
     did = run.did(run.flow.cancel("client"))
     assert [where for where, _ in did] == ["ctx", "router"]
     assert all(isinstance(a, ToWorker | ToRouter) for a in run.sent)
+
+
+def served(run):
+    return [(a.frame.prompt_tokens, a.frame.output_tokens) for a in run.sent if isinstance(a.frame, Done)]
+
+
+def test_what_was_served_is_told_once_over_all_attempts():
+    run = Run().decoding()
+    run.gone("gen")
+    run.placed("local", "gen-2")
+    run.tokens("gen-2", 2, [2], finish="length")
+    assert served(run) == [(3, 2), (0, 1)]
+
+
+def test_nothing_was_served_before_the_first_token():
+    run = Run()
+    run.placed("prefill", "ctx")
+    run.did(run.flow.cancel("client"))
+    assert served(run) == [(0, 0)]
+
+
+def test_what_several_samples_were_served_is_told_once_though_each_goes_on_alone():
+    run = Run(samples=2)
+    run.placed("prefill", "ctx")
+    run.tokens("ctx", 0, [0], sample=0)
+    run.tokens("ctx", 0, [0], sample=1)
+    run.gone("ctx")
+    run.placed("local", "gen", attempt=2)
+    run.placed("local", "gen", attempt=3)
+    run.tokens("gen", 1, [1, 2], sample=0, finish="length", attempt=2)
+    run.tokens("gen", 1, [1, 2], sample=1, finish="length", attempt=3)
+    assert [sum(told) for told in zip(*served(run), strict=True)] == [3, 6]

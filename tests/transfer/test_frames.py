@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tailrace.model.errors import ProtocolError
 from tailrace.transfer import frames, messages
 from tailrace.transfer.messages import Cancel, Delta, Done, Fail, Heartbeat, Peers, Place, Ready, Stats, Tokens, Valid
+from tailrace.transfer.page_list import PageList
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
 SCALARS = {
@@ -33,6 +34,10 @@ def values(hint):
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in SCALARS:
         return SCALARS[hint]
+    if hint is PageList:
+        narrow = st.integers(0, 2**32 - 1)
+        pages = st.builds(messages.PageDescriptor, st.integers(0, 2**16 - 1), narrow, narrow, st.integers(0, 2**64 - 1))
+        return st.lists(pages, max_size=3).map(PageList.of)
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         return st.builds(hint, **{f.name: values(hints[f.name]) for f in dataclasses.fields(hint)})

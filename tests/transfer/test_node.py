@@ -1,29 +1,21 @@
 """Two nodes in one process over real sockets and real transports: pairing, a hand-off, failures, the router's link."""
 
-import asyncio
 import json
-import queue
-import secrets
 import threading
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from handoff_sim import NAMESPACE, PAGE, layout
+from handoff_sim import layout
+from node_rig import COMPAT, CORE, KEY, PAGES, Hub, event, finish, prefill, submit, until
 
-from tailrace.kv_cache.arena import Arena, arena_name
-from tailrace.kv_cache.manager import KvManager
 from tailrace.model.errors import ConfigError
-from tailrace.model.sampling_params import SamplingParams
-from tailrace.transfer.core_events import CoreConfig
-from tailrace.transfer.links import Identity, dial, listen
-from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, DrainAsked, FaultsSet, FirstToken, PrefillResult
+from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, DrainAsked, FaultsSet
 from tailrace.transfer.messages import (
-    Bind,
+    NOT_HELD,
     Bound,
     Cancel,
-    CompatRecord,
     Deaths,
     Delta,
     Drain,
@@ -40,225 +32,13 @@ from tailrace.transfer.messages import (
     Renew,
     SetFaults,
     Stats,
-    Submit,
     Tokens,
     pack_ids,
     unpack_ids,
 )
 from tailrace.transfer.metrics import exposition
-from tailrace.transfer.node import TICK_S, Node, NodeFailed
-from tailrace.transfer.switchboard import CHECK_AFTER_S, NodeConfig
-from tailrace.transfer.transports.in_process import Exchange, InProcessTransport
-from tailrace.transfer.transports.nixl import ChunkConfig, NixlTransport
-from tailrace.transfer.transports.reading import Mapped
-from tailrace.transfer.transports.shm import ShmTransport
-
-SECRET = b"test secret"
-COMPAT = CompatRecord(1, "m", "float32", PAGE, PAGE, ("history",), (layout().bytes_per_page,), 1, ("raw",))
-CORE = CoreConfig(pin_lease_s=2.0, request_lease_s=5.0, kv_transfer_timeout_s=5.0)
-PAGES = 17
-KEY = ("a" * 32, 0)
-
-
-class Hub:
-    """A router, or an ingress, as far as a node sees it: an event loop in a thread that records frames."""
-
-    def __init__(self, role, boot):
-        self.me = Identity(role, role, boot)
-        self.frames = queue.Queue()
-        self.links = {}
-        self.kept = []
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.listener = None
-
-    def call(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(5)
-
-    def listen(self, port=0):
-        async def go():
-            return await listen(
-                "127.0.0.1", port, self.me, SECRET, on_link=lambda link: self.links.update({link.peer.process: link}),
-                on_frame=self.on_frame, on_close=lambda link, reason: self.links.pop(link.peer.process, None),
-            )  # fmt: skip
-
-        self.listener = self.call(go())
-        return self.listener.port
-
-    def dial(self, node):
-        async def go():
-            link = await dial(
-                *node.address, self.me, SECRET, on_frame=self.on_frame, on_close=lambda link, reason: None
-            )
-            self.links[node.config.worker] = link
-
-        self.call(go())
-
-    def on_frame(self, link, frame):
-        self.frames.put((link.peer.process, frame))
-
-    def send(self, worker, *frames):
-        link = self.links[worker]
-        self.loop.call_soon_threadsafe(lambda: [link.send(frame) for frame in frames])
-
-    def expect(self, kind, timeout_s=5.0):
-        """The next frame of this kind; others are kept for later calls."""
-        end = time.monotonic() + timeout_s
-        for pair in self.kept:
-            if isinstance(pair[1], kind):
-                self.kept.remove(pair)
-                return pair[1]
-        while True:
-            pair = self.frames.get(timeout=max(0.001, end - time.monotonic()))
-            if isinstance(pair[1], kind):
-                return pair[1]
-            self.kept.append(pair)
-
-    def forget(self):
-        self.kept.clear()
-        while not self.frames.empty():
-            self.frames.get()
-
-    def close(self):
-        async def go():
-            if self.listener is not None:
-                self.listener.close()
-            for link in list(self.links.values()):
-                link.close()
-            await asyncio.sleep(0.05)
-
-        self.call(go())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(5)
-        self.loop.close()
-
-
-class Rig:
-    """A router, an ingress, one ctx node and one gen node with their pages."""
-
-    def __init__(self, kind, monkey=None, **changes):
-        self.kind, self.closers, self.nodes, self.memory, self.arenas = kind, [], {}, {}, {}
-        self.made = []  # every arena, also of nodes that did not start or were replaced
-        self.exchange = Exchange()
-        self.router, self.ingress = Hub("router", "router-1"), Hub("ingress", "ingress-1")
-        self.port = self.router.listen()
-        self.ctx = self.node("ctx", "c0", **changes.get("ctx", {}))
-        self.gen = self.node("gen", "g0", **changes.get("gen", {}))
-
-    def node(self, home, worker, *, faults=False, compat=COMPAT, **changes):
-        boot = secrets.token_hex(4)
-        arena = Arena.create(arena_name("nodetest", worker, boot), layout(), PAGES)
-        self.made.append(arena)
-        kv = KvManager(layout(), PAGES, PAGE, arena.generations)
-        config = NodeConfig(
-            worker=worker, boot=boot, home=home, duty=home, host="127.0.0.1", secret=SECRET, compat=compat,
-            max_num_tokens=64, max_request_tokens=64, core=CORE, heartbeat_s=0.05, report_s=0.1, faults=faults,
-        )  # fmt: skip
-
-        def make(wake, hook):
-            if self.kind == "shm":
-                return [ShmTransport(arena, wake=wake, hook=hook)]
-            if self.kind == "nixl":
-                chunks = ChunkConfig(landing_chunks=4, staging_chunks=2, chunk_bytes=2 * layout().bytes_per_page)
-                return [NixlTransport(boot, arena, chunks, wake=wake, hook=hook)]
-            return [InProcessTransport(self.exchange, boot, Mapped(arena.pages, arena.generations), hook=hook)]
-
-        node = Node(replace(config, **changes), kv, make)
-        node.address = node.start()
-        self.nodes[worker], self.memory[worker], self.arenas[worker] = node, arena.pages, arena
-        return node
-
-    def follow(self, *nodes):
-        """Let the nodes find the router and obey it."""
-        for node in nodes:
-            node.set_router("127.0.0.1", self.port)
-            self.router.expect(Register)
-            self.router.send(node.config.worker, Epoch(1, "router-1"))
-            self.router.expect(Holding)
-
-    def pair(self):
-        self.router.send("g0", Peers((self.peer(self.ctx),)))
-        until(lambda: self.gen.ready_pairs)
-
-    def peer(self, node):
-        return PeerAddress(node.config.worker, node.config.boot, *node.address)
-
-    def bind(self, num_tokens, seq=1, key=KEY):
-        self.router.send("g0", Bind(seq, *key, self.peer(self.ctx), num_tokens, 8, 1, b"", NAMESPACE))
-
-    def close(self):
-        for node in self.nodes.values():
-            node.stop()
-        self.router.close()
-        self.ingress.close()
-        for arena in self.made:
-            arena.close()
-            arena.unlink()
-        self.made.clear()
-
-
-def until(condition, timeout_s=5.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.002)
-
-
-def submit(num_tokens, leg="prefill", key=KEY, **changes):
-    ids = pack_ids(tuple(range(num_tokens)))
-    frame = Submit(
-        *key, leg, ids, b"", SamplingParams(max_tokens=8), 1, b"", NAMESPACE, 0, 5.0, None, False
-    )  # fmt: skip
-    return replace(frame, **changes)
-
-
-def event(node, kind, timeout_s=5.0):
-    """The next loop event, which must be of this kind."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        node.wait(0.05)
-        for found in node.poll_events():
-            assert isinstance(found, kind), found
-            return found
-    raise AssertionError(f"no {kind.__name__}")
-
-
-def prefill(rig, num_tokens, chunk=8, key=KEY):
-    """Play the ctx loop: fill pages with known bytes, chunk by chunk. Returns the pages."""
-    pages = rig.ctx.kv.allocate(-(-num_tokens // PAGE))
-    for end in [*range(chunk, num_tokens, chunk), num_tokens]:
-        rig.ctx.chunk_launched(key, end == num_tokens, 0.1)
-        for ordinal in range(-(-end // PAGE)):
-            rig.memory["c0"][pages[ordinal]] = (ordinal * 7 + min(end - ordinal * PAGE, PAGE)) % 251
-        rig.ctx.chunk_done(key, pages, end, 0.1)
-    return pages
-
-
-def finish(rig, num_tokens, pages, key=KEY):
-    rig.ctx.prefill_done(key, PrefillResult((FirstToken(3),), num_tokens, stamps={"prefill": 0.1}))
-    rig.ctx.kv.release(pages)
-
-
-@pytest.fixture(params=["in_process", "shm", "nixl"])
-def rig(request):
-    rig = Rig(request.param)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture
-def one_rig():
-    rigs = []
-
-    def make(kind="shm", **changes):
-        rigs.append(Rig(kind, **changes))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-
+from tailrace.transfer.node import TICK_S, NodeFailed
+from tailrace.transfer.switchboard import CHECK_AFTER_S
 
 # ------------------------------------------------------------------------------------------------------------- hand-off
 
@@ -278,6 +58,9 @@ def test_a_prompt_goes_from_ingress_over_ctx_to_gen_and_back(rig):
     assert unpack_ids(first.ids) == [3] and first.stamps == {"prefill": 0.1}
     admitted = event(rig.gen, Admitted)
     assert admitted.handoff.num_tokens == 18 and admitted.num_matched_tokens == 0
+    moved = admitted.moved
+    assert moved is not None and (moved.pages, moved.pages_skipped, moved.verified) == (5, 0, False)
+    assert moved.logical_bytes == 5 * layout().bytes_per_page <= moved.wire_bytes and moved.seconds == admitted.wire_s
     for ordinal, page in enumerate(admitted.pages):
         expected = rig.memory["c0"][pages[ordinal]]
         assert np.array_equal(rig.memory["g0"][page], expected) and expected[0] == (ordinal * 7 + (4, 2)[ordinal == 4])
@@ -421,6 +204,32 @@ def test_a_dropped_frame_is_mended_by_a_renewal(one_rig, kind):
     rig.gen.ended(KEY, "finished")
 
 
+@pytest.mark.parametrize("level", ["ERROR", "INFO", "DEBUG"])
+def test_a_prompt_goes_over_though_frames_come_late_by_chance_at_every_log_level(one_rig, caplog, level):
+    """Case F12 at the protocol: up to 5 ms at each frame of the hand-off."""
+    caplog.set_level(level, "tailrace")
+    rig = one_rig(ctx={"faults": True}, gen={"faults": True})
+    rig.follow(rig.ctx, rig.gen)
+    rig.pair()
+    jitter = dict.fromkeys(("ready", "handoff", "release", "landed"), 0.005)
+    for worker in ("c0", "g0"):
+        rig.router.send(worker, SetFaults(json.dumps({"jitter_s": jitter})))
+        event(rig.nodes[worker], FaultsSet)
+    rig.ingress.dial(rig.ctx)
+    rig.ingress.send("c0", submit(18))
+    event(rig.ctx, Arrived)
+    pages = prefill(rig, 18)
+    rig.bind(18)
+    rig.router.expect(Bound)
+    finish(rig, 18, pages)
+    admitted = event(rig.gen, Admitted)
+    for ordinal, page in enumerate(admitted.pages):
+        assert np.array_equal(rig.memory["g0"][page], rig.memory["c0"][pages[ordinal]])
+    rig.gen.kv.release(admitted.pages)
+    rig.gen.ended(KEY, "finished")
+    until(lambda: rig.gen.idle and rig.ctx.idle and rig.gen.kv.counts().used == rig.ctx.kv.counts().used == 0)
+
+
 def test_a_failed_read_is_told_to_the_ingress(one_rig):
     rig = one_rig(gen={"faults": True})
     rig.follow(rig.ctx, rig.gen)
@@ -454,7 +263,7 @@ def test_faults_are_not_obeyed_where_the_config_does_not_allow_them(one_rig):
 
 def test_a_pair_whose_records_differ_is_refused_by_name_and_both_go_on(one_rig):
     """A8, A17."""
-    rig = one_rig(ctx={"compat": replace(COMPAT, dtype="float16", groups=("other",))})
+    rig = one_rig(ctx={"compat": replace(COMPAT, dtype="float16")})
     rig.follow(rig.ctx, rig.gen)
     rig.router.send("g0", Peers((rig.peer(rig.ctx),)))
     until(lambda: rig.gen.refused_pairs)
@@ -573,7 +382,7 @@ def test_a_node_dials_again_and_tells_a_new_router_the_whole_set(one_rig):
     assert (register.epoch, register.router_boot) == (1, "router-1")
     rig.router.send("c0", Epoch(2, "router-2"))
     (held,) = rig.router.expect(Holding).requests
-    assert (held.request, held.pages, held.needs, held.leg) == (KEY[0], 4, 4, "prefill")
+    assert (held.request, held.pages, held.needs, held.leg) == (KEY[0], 4, 16, "prefill")
     assert rig.router.expect(Progress).tokens_ready == 16
     finish(rig, 16, pages)
 
@@ -624,6 +433,23 @@ def test_an_ingress_that_falls_silent_loses_its_requests(one_rig):
     event(rig.gen, Arrived)
     assert event(rig.gen, Cancelled).reason == "lease"
     assert rig.ingress.expect(Fail).code == "lost", "it may live all the same"
+
+
+def test_who_renews_what_is_not_here_is_told(one_rig):
+    """After all that was to be said of it: tokens that wait for their link come first."""
+    rig = one_rig()
+    rig.ingress.dial(rig.gen)
+    rig.ingress.send("g0", submit(8, leg="local"))
+    event(rig.gen, Arrived)
+    rig.ingress.send("g0", Renew((KEY, ("unknown", 1)), 5.0))
+    fail = rig.ingress.expect(Fail)
+    assert (fail.request, fail.attempt, fail.code, fail.retryable) == ("unknown", 1, NOT_HELD, True)
+    rig.gen.tokens([Delta(*KEY, 0, 0, pack_ids((9,)), (), "length", None, (), 0, {})])
+    rig.gen.ended(KEY, "finished")
+    assert rig.ingress.expect(Tokens).deltas[0].finish == "length"
+    until(lambda: rig.gen.idle)
+    rig.ingress.send("g0", Renew((KEY,), 5.0))
+    assert rig.ingress.expect(Fail).code == NOT_HELD
 
 
 def test_a_taken_port_is_named(one_rig):

@@ -1,21 +1,24 @@
 """The smaller parts of a node: leases, bitmap, outbox, faults, metrics, epochs, comparing two workers' records."""
 
 import json
-from dataclasses import replace
+import time
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.transfer import frames
 from tailrace.transfer.bitmap import Unit, UnitBitmap, ranges
-from tailrace.transfer.faults import ALL, FaultPlan, Faults
+from tailrace.transfer.faults import ALL, FRAME_KINDS, FaultPlan, Faults
 from tailrace.transfer.leases import Leases, Recent
 from tailrace.transfer.messages import (
     CompatRecord,
     Delta,
     Epoch,
     Fail,
+    GroupRecord,
     LandingGrant,
     PageDescriptor,
     Stats,
@@ -28,11 +31,12 @@ from tailrace.transfer.messages import (
 from tailrace.transfer.metrics import METRIC_NAMES, Metrics, exposition
 from tailrace.transfer.node_stats import TransferRate
 from tailrace.transfer.outbox import Outbox
-from tailrace.transfer.pairing import mismatch
+from tailrace.transfer.pairing import codec_between, mismatch
 from tailrace.transfer.router_session import EpochRule
-from tailrace.transfer.transports.base import CopyFailed
+from tailrace.transfer.transports.base import CopyFailed, spoil
 
-COMPAT = CompatRecord(1, "model", "float32", 16, 64, ("history", "window"), (4096, 2048), 1, ("raw", "int8"))
+GROUP = GroupRecord("history", None, ((0, "k 2x8, v 2x8"), (1, "k 2x8, v 2x8")), 2, 2, 8)
+COMPAT = CompatRecord(1, "model", "float32", 16, 64, (GROUP,), (4096,), 1, ("raw", "int8"))
 K1, K2 = ("r1", 0), ("r2", 0)
 
 
@@ -154,8 +158,8 @@ def test_a_lost_link_keeps_its_tokens_for_the_next():
     outbox.detach("old")
     outbox.put(K1, delta(K1, 0, (1,)))
     assert flushed(outbox) == []
-    outbox.reattach(K1, "new")
-    outbox.reattach(("unknown", 0), "new")
+    assert outbox.reattach(K1, "new")
+    assert not outbox.reattach(("unknown", 0), "new")
     assert [link for link, _ in flushed(outbox)] == ["new"] and len(outbox) == 1
 
 
@@ -167,13 +171,38 @@ def test_a_lost_link_keeps_its_tokens_for_the_next():
     [
         ("[", "JSON"), ("[]", "list"), ('{"hold": 1}', "hold"), ('{"hold_before_page": -1}', "hold_before_page"),
         ('{"drop": {"hello": 1}}', "drop"), ('{"drop": {"ready": true}}', "drop"),
-        ('{"late_s": {"ready": "x"}}', "late_s"), ('{"slow_bytes_per_s": 0}', "slow_bytes_per_s"),
-        ('{"poison": 1}', "poison"), ('{"fail_times": -2}', "fail_times"), ('{"fail_read": 1.5}', "fail_read"),
+        ('{"late_s": {"ready": "x"}}', "late_s"),
+        ('{"jitter_s": {"ready": -2}}', "jitter_s"), ('{"slow_bytes_per_s": 0}', "slow_bytes_per_s"),
+        ('{"poison": 1}', "poison"), ('{"preempt": -1}', "preempt"), ('{"slow_pass_s": "1"}', "slow_pass_s"),
+        ('{"flip": {"wire": 1}}', "flip"), ('{"flip": {"pool": -1}}', "flip"), ('{"flip_mask": 256}', "flip_mask"),
+        ('{"flip_mask": 0}', "flip_mask"), ('{"flip_byte": -1}', "flip_byte"), ('{"flip_times": -2}', "flip_times"),
+        ('{"fail_times": -2}', "fail_times"), ('{"fail_read": 1.5}', "fail_read"),
     ],
 )  # fmt: skip
 def test_a_wrong_fault_plan_is_refused_by_name(text, word):
     with pytest.raises(ValueError, match=word):
         FaultPlan.parse(text)
+
+
+def test_a_plan_that_names_no_fault_changes_nothing():
+    faults = Faults()
+    assert FaultPlan.parse("{}") == FaultPlan() == faults.plan
+    off = {f.name: getattr(FaultPlan(), f.name) for f in fields(FaultPlan)}
+    assert not any(value for name, value in off.items() if name not in ("fail_times", "flip_times", "flip_mask")), off
+    assert [faults.frame(kind) for kind in FRAME_KINDS] == [(1, 0.0)] * len(FRAME_KINDS)
+    want = Want(*K1, "shm", (), (), True)
+    assert not any(faults.hushes(want) for _ in range(3))
+    started = time.monotonic()
+    for reads in (True, False):
+        assert all(faults.hook(4096, reads=reads)(K1, page(i)) for i in range(100))
+    assert time.monotonic() - started < 0.5
+
+
+def test_random_delays_stay_within_their_bound_and_differ():
+    faults = Faults(FaultPlan.parse('{"jitter_s": {"ready": 0.005}, "late_s": {"ready": 1}}'))
+    delays = [faults.frame("ready")[1] for _ in range(50)]
+    assert all(1 <= delay <= 1.005 for delay in delays) and len(set(delays)) == 50
+    assert faults.frame("release") == (1, 0.0)
 
 
 def test_faults_on_frames_are_spent():
@@ -184,6 +213,21 @@ def test_faults_on_frames_are_spent():
     assert [faults.frame("ready")[0] for _ in range(5)] == [0] * 5
     faults.set(FaultPlan())
     assert faults.frame("ready") == (1, 0.0)
+
+
+def test_a_flip_changes_one_byte_of_its_page_in_its_place_so_many_times():
+    faults = Faults(FaultPlan.parse(json.dumps({"flip": {"unpacked": 2}, "flip_byte": 5, "flip_mask": 3})))
+    data = np.zeros(8, np.uint8)
+    hook = faults.hook(8, reads=True)
+    for place, ordinal in (("unpacked", 1), ("staging", 2)):
+        spoil(hook, place, ordinal, data)
+    assert not data.any()
+    spoil(hook, "unpacked", 2, data)
+    assert data.tolist() == [0, 0, 0, 0, 0, 3, 0, 0]
+    spoil(hook, "unpacked", 2, data)
+    assert data[5] == 3
+    spoil(lambda key, descriptor: True, "unpacked", 2, data)  # a hook that flips nothing
+    spoil(None, "unpacked", 2, data)
 
 
 def page(ordinal):
@@ -202,7 +246,7 @@ def test_a_held_transfer_stops_before_its_page_until_another_plan_is_set():
 
 def test_a_renewal_that_repeats_its_grants_is_hushed_and_one_with_a_new_grant_is_not():
     faults = Faults(FaultPlan(hold_before_page=1))
-    first, second = LandingGrant(0, 7, 100), LandingGrant(1, 8, 100)
+    first, second = LandingGrant(0, 7, 100, 3), LandingGrant(1, 8, 100, 3)
     want = Want("r", 0, "nixl", ((0, 0, 3),), (first,), True)
     assert [faults.hushes(want) for _ in range(2)] == [False, True]
     assert not faults.hushes(replace(want, grants=(first, second)))
@@ -284,10 +328,16 @@ def test_a_worker_keeps_the_first_router_of_a_number():
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"protocol": 2}, "protocol"), ({"model": "other"}, "model"), ({"dtype": "float16"}, "dtype"),
-        ({"tokens_per_page": 8}, "tokens_per_page"), ({"groups": ("history", "other")}, "groups[1]"),
-        ({"groups": ("history",)}, "groups"), ({"page_bytes": (4096, 1)}, "page_bytes[1]"), ({"tp": 2}, "tp"),
-        ({"codecs": ("fp8",)}, "codecs"),
+        ({"protocol": 2}, "protocol"), ({"model": "other"}, "model"), ({"block_tokens": 32}, "block_tokens"),
+        ({"dtype": "float16", "codecs": ("raw",)}, "dtype"), ({"codecs": ("fp8",)}, "codecs"), ({"tp": 3}, "tp"),
+        ({"tp": 0}, "tp"), ({"tokens_per_page": 0}, "tokens_per_page"), ({"tokens_per_page": 24}, "tokens_per_page"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"groups": (GROUP, GROUP)}, "groups"), ({"groups": (replace(GROUP, kind="window"),)}, "groups[0].kind"),
+        ({"groups": (replace(GROUP, window=24),)}, "groups[0].window"),
+        ({"groups": (replace(GROUP, layers=(*GROUP.layers, (2, "k 2x8, v 2x8"))),)}, "groups[0] layers 2"),
+        ({"groups": (replace(GROUP, layers=((0, "k 4x8, v 4x8"), (1, "k 4x8, v 4x8"))),)}, "groups[0] layers 0, 1"),
+        ({"groups": (replace(GROUP, layers=(GROUP.layers[0], (1, "k 2x4, v 2x4"))),)}, "groups[0] layers 1"),
+        ({"groups": (replace(GROUP, dim=4),)}, "groups[0].dim"),
     ],
 )  # fmt: skip
 def test_the_first_differing_field_is_named_with_both_values(changes, field):
@@ -300,3 +350,18 @@ def test_the_first_differing_field_is_named_with_both_values(changes, field):
 def test_equal_records_and_a_common_codec_pair():
     assert mismatch(COMPAT, COMPAT) is None
     assert mismatch(COMPAT, replace(COMPAT, codecs=("raw",))) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tokens_per_page": 8, "page_bytes": (2048,)}, {"tp": 4, "page_bytes": (2048,)}, {"dtype": "float16"}]
+)
+def test_page_sizes_ranks_and_with_a_common_codec_dtypes_may_differ(changes):
+    theirs = replace(COMPAT, **changes)
+    assert mismatch(COMPAT, theirs) is None and mismatch(theirs, COMPAT) is None
+
+
+def test_a_dtype_is_bridged_by_the_first_common_codec_that_is_not_raw():
+    other = replace(COMPAT, dtype="float16")
+    assert codec_between(COMPAT, COMPAT) == "raw"
+    assert codec_between(COMPAT, other) == "int8"
+    assert codec_between(COMPAT, replace(other, codecs=("raw",))) is None

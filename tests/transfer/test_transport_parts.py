@@ -15,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tailrace.model.errors import ConfigError, LedgerError, PeerError
 from tailrace.transfer.messages import Landed, LandingGrant, PageDescriptor
+from tailrace.transfer.page_list import PageList
 from tailrace.transfer.transports.base import ChunkCounts
 from tailrace.transfer.transports.copying import Helper, Job, SplitCopier, copy_pages, runs
-from tailrace.transfer.transports.landing import HEADER_BYTES, ChunkState, LandingBook, is_sound, seal
+from tailrace.transfer.transports.landing import HEADER_BYTES, Checksum, ChunkState, LandingBook, is_sound, seal
 from tailrace.transfer.transports.nixl import ChunkConfig
 from tailrace.transfer.transports.nixl_agents import check_environment
 from tailrace.transfer.transports.nixl_receive import Target
@@ -207,8 +208,11 @@ def test_the_check_finds_a_chunk_that_is_free_and_granted():
 def _packed() -> tuple[np.ndarray, Landed]:
     chunk = np.zeros(HEADER_BYTES + 512, np.uint8)
     chunk[HEADER_BYTES:] = np.arange(512) % 251
-    pages = tuple(PageDescriptor(0, i, 5 + i, 9) for i in range(3))
-    return chunk, seal(chunk, ("r", 1), LandingGrant(2, 77, 512), pages, 384)
+    pages = PageList.of([PageDescriptor(0, i, 5 + i, 9) for i in range(3)])
+    checksum = Checksum(pages)
+    for low in range(0, 384, 100):
+        checksum.feed(chunk[HEADER_BYTES:][low : min(low + 100, 384)])
+    return chunk, seal(chunk, ("r", 1), LandingGrant(2, 77, 512, 4), pages, 384, checksum.value)
 
 
 def test_a_sealed_chunk_is_what_its_notification_says():
@@ -286,6 +290,22 @@ def test_a_big_copy_is_the_same_with_one_thread_and_two(threads, page_bytes):
     rest = sorted(set(range(n + 5)) - set(to))
     assert (dst[rest] == 0xEE).all()
     copier.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.sampled_from([8, 4096, 65536]), st.integers(0, 3), st.integers(0, 10_000))
+def test_a_copy_is_the_same_wherever_neighbours_stand(n, page_bytes, neighbours, seed):
+    """Gather, scatter, both, neither: each has its own way."""
+    rng = np.random.default_rng(seed)
+    n = min(n, (4 << 20) // page_bytes)
+    to = np.arange(3, 3 + n) if neighbours & 1 else rng.permutation(2 * n)[:n]
+    at = np.arange(2, 2 + n) if neighbours & 2 else rng.permutation(2 * n)[:n]
+    src = rng.integers(0, 256, (2 * n + 3, page_bytes), dtype=np.uint8)
+    dst = np.full((2 * n + 3, page_bytes), 0xEE, np.uint8)
+    expected = dst.copy()
+    expected[to] = src[at]
+    copy_pages(dst, to, src, at)
+    assert np.array_equal(dst, expected)
 
 
 def test_copying_nothing_is_nothing():

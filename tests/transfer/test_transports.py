@@ -6,9 +6,11 @@ import random
 import time
 
 import pytest
+from transport_abilities import needs
 from transport_peers import (
     KEY,
     KINDS,
+    LANDING,
     ChildCtx,
     Gen,
     assert_moved,
@@ -25,7 +27,7 @@ from tailrace.model.state_groups import Field, GroupKind, StateGroup
 from tailrace.transfer.messages import PageDescriptor
 from tailrace.transfer.transports.base import ChunkCounts, ReadDone
 
-PROCESS_KINDS = ("shm", "nixl")
+PROCESS_KINDS = ("shm", *LANDING)
 
 
 # --------------------------------------------------------------------------------------------------------- what it does
@@ -35,8 +37,8 @@ PROCESS_KINDS = ("shm", "nixl")
 @pytest.mark.parametrize(("page_bytes", "num_pages", "n"), [(96, 300, 200), (16384, 200, 150), (368_640, 24, 20)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_pages_arrive_byte_for_byte_and_are_counted_once(kind, page_bytes, num_pages, n, child, make_gen):
-    if kind == "in_process" and child:
-        pytest.skip("in_process has no other process")
+    if child:
+        needs(kind, "another process")
     rng = random.Random(f"{kind}{page_bytes}")
     gen = make_gen(kind, page_bytes, num_pages)
     ctx = gen.new_ctx("c7", num_pages, child=child)
@@ -88,7 +90,7 @@ def test_the_known_bytes_of_a_new_pair_come_over(kind, make_gen):
     gen = make_gen(kind)
     assert not gen.transport.probe("c1"), "a pair that is not there"
     ctx = gen.new_ctx("c1", 8, child=False)
-    if kind == "nixl":
+    if kind in LANDING:
         gen.until(lambda: not gen.transport.busy(), "the probe")
     assert gen.transport.probe("c1")
     assert ctx.boot in gen.ctxs
@@ -108,7 +110,7 @@ def test_pages_of_another_size_are_refused_naming_both(kind, make_gen):
 @pytest.mark.parametrize("kind", KINDS)
 def test_malformed_or_stale_info_of_a_peer_is_its_own_fault(kind, info, make_gen):
     gen = make_gen(kind)
-    if kind == "nixl" and not info:
+    if kind in LANDING and not info:
         gen.transport.connect("c1", info)  # says: I receive nothing
         return
     with pytest.raises(PeerError):
@@ -142,7 +144,7 @@ def test_a_page_that_fails_is_told_and_can_be_asked_for_again(kind, make_gen):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_used_anew_before_it_was_copied_is_stale(kind, make_gen):
     gen = make_gen(kind, hook=True)
-    ctx = gen.new_ctx("c1", 64, child=kind == "nixl")
+    ctx = gen.new_ctx("c1", 64, child=kind in LANDING)
     src = list(range(1, 11))
     units = units_for(src, ctx.write(src, owner=1), list(range(30, 40)))
     gen.hold_from = 5
@@ -155,7 +157,7 @@ def test_a_page_used_anew_before_it_was_copied_is_stale(kind, make_gen):
     gen.hold_from = None
     ctx.set_hold(None)
     gen.finish(move)
-    if kind == "nixl":  # the whole chunk is not sent
+    if kind in LANDING:  # the whole chunk is not sent
         assert move.stale and not move.ok and gen.landed == []
         assert_untouched(gen, set())
     else:
@@ -276,10 +278,10 @@ def test_a_copy_that_has_not_begun_is_dropped_when_abandoned(kind, make_gen):
     move = gen.start(KEY, ctx, units_for([1, 2], ctx.write([1, 2], owner=1), [5, 6]))
     gen.until(lambda: move.jobs, "the job")
     gen.transport.abandon(ctx.boot, next(iter(move.jobs)))
-    if kind == "nixl":
+    if kind in LANDING:
         gen.hold_from = None  # its chunk was already being looked at
     gen.until(lambda: not move.jobs, "the answer")
-    if kind != "nixl":
+    if kind not in LANDING:
         assert move.errors == ["abandoned"]
         assert_untouched(gen, set())
     assert_quiet(gen)

@@ -23,13 +23,6 @@ from tailrace.transfer.messages import LandingGrant, PageDescriptor
 from tailrace.transfer.transports.base import ChunkCounts, PostJob
 
 
-def test_nixl_knows_nothing_of_a_dead_peers_memory(make_gen):
-    gen = make_gen("nixl")
-    ctx = gen.new_ctx("c1", 16, child=False)
-    (generation,) = ctx.write([1], owner=1)
-    assert gen.transport.still_valid("c1", [(1, generation)]) is False
-
-
 def test_chunks_of_a_killed_ctx_return_when_the_agent_that_receives_is_destroyed_and_not_before(make_gen):
     gen = make_gen("nixl", 65536, 200)
     ctx = gen.new_ctx("c1", 200, child=True)
@@ -127,61 +120,6 @@ def _collect(ctx: ChildCtx, gen: Gen) -> list[Any]:
     return found + gen.lost
 
 
-def test_a_stopped_ctx_that_goes_on_in_time_loses_nothing(make_gen):
-    gen = make_gen("nixl", 65536, 200)
-    ctx = gen.new_ctx("c1", 200, child=True)
-    assert isinstance(ctx, ChildCtx)
-    src = list(range(1, 161))
-    units = units_for(src, ctx.write(src, owner=1), src)
-    move = gen.start(KEY, ctx, units)
-    gen.until(lambda: len(move.ok) >= 16, "the first chunk")
-    ctx.stop()
-    for _ in range(50):
-        gen.transport.counts()
-        time.sleep(0.002)
-    ctx.go_on()
-    gen.finish(move)
-    assert len(move.ok) == 160
-    assert_moved(gen, units, owner=1)
-
-
-def test_a_pair_whose_gen_gave_up_is_made_anew_from_its_hello_on(make_gen):
-    gen = make_gen("nixl", 65536, 200)
-    ctx = gen.new_ctx("c1", 200, child=True)
-    src = list(range(1, 101))
-    units = units_for(src, ctx.write(src, owner=1), src)
-    ctx.set_hold(0)
-    move = gen.start(KEY, ctx, units)
-    gen.step()
-    gen.transport.disconnect("c1")
-    del gen.moves[KEY]
-    gen.pair(ctx)
-    ctx.set_hold(None)
-    gen.until(lambda: not move.posts, "the answers to what was never posted")
-    assert not gen.lost and move.errors, "packed for the old pair, posted to nobody"
-    again = gen.start(("again", 1), ctx, units)
-    gen.finish(again)
-    assert len(again.ok) == 100
-    assert_moved(gen, units, owner=1)
-    assert_quiet(gen)
-
-
-def test_the_same_hello_again_changes_nothing(make_gen):
-    """A link that broke and was dialled again does not end the transfers of its pair."""
-    gen = make_gen("nixl", 65536, 200, hook=True)
-    ctx = gen.new_ctx("c1", 200, child=True)
-    src = list(range(1, 101))
-    units = units_for(src, ctx.write(src, owner=1), src)
-    gen.hold_from = 8
-    move = gen.start(KEY, ctx, units)
-    gen.until(lambda: 7 in gen.hooked, "the middle of the transfer")
-    gen.pair(ctx)
-    gen.hold_from = None
-    gen.finish(move)
-    assert len(move.ok) == 100 and not move.errors
-    assert_moved(gen, units, owner=1)
-
-
 def test_a_gen_that_does_not_take_its_bytes_leaves_staging_for_another(make_gen):
     stalled, busy = (make_gen("nixl", 262_144, 130, boot=boot, chunk_bytes=4 << 20) for boot in ("91", "92"))
     ctx = stalled.new_ctx("c1", 130, child=True)
@@ -203,8 +141,8 @@ def test_what_was_posted_when_a_pair_ends_is_lost_and_the_rest_was_never_posted(
     ctx = gen.new_ctx("c1", 130, child=True)
     src = list(range(1, 65))
     move = gen.start(KEY, ctx, units_for(src, ctx.write(src, owner=1), src))
-    gen.grant_and_post(move, limit=4)  # gen does not poll, so none of them can be done; two of them find staging
-    wait_for(lambda: ctx.num_live(gen.boot) == 2, "two posted writes")
+    gen.grant_and_post(move, limit=4)  # gen does not poll, so none of them can be done; three find staging
+    wait_for(lambda: ctx.num_live(gen.boot) == 3, "three posted writes")
     if who == "ctx ends it":
         ctx.disconnect(gen.boot)
     else:
@@ -212,34 +150,12 @@ def test_what_was_posted_when_a_pair_ends_is_lost_and_the_rest_was_never_posted(
         gen.transport._gen._receivers.clear()
     done: list[Any] = []
     wait_for(lambda: [done.extend(ctx.step()), len(done) == 4][1], "four answers")
-    assert sorted(d.lost for d in done) == [False, False, True, True]
+    assert sorted(d.lost for d in done) == [False, True, True, True]
     assert all(d.error and not d.stale for d in done)
     gen.moves.clear()
-    ctx.post(PostJob(99, KEY, gen.boot, (PageDescriptor(0, 0, 1, 1),), LandingGrant(0, 1, 4 << 20)))
+    ctx.post(PostJob(99, KEY, gen.boot, (PageDescriptor(0, 0, 1, 1),), LandingGrant(0, 1, 4 << 20, 8)))
     wait_for(lambda: [done.extend(ctx.step()), len(done) == 5][1], "an answer without a pair")
     assert not done[-1].lost
-
-
-# ------------------------------------------------------------------------------------------------ nixl's own evidence
-
-
-def test_a_flipped_byte_in_a_landed_chunk_is_found_and_the_chunk_is_free_again(make_gen):
-    gen = make_gen("nixl")
-    ctx = gen.new_ctx("c1", 64, child=False)
-    src = list(range(1, 11))
-    units = units_for(src, ctx.write(src, owner=1), src)
-    gen.unpack = False
-    move = gen.start(KEY, ctx, units)
-    gen.until(lambda: gen.landed, "the landing")
-    event = gen.landed[0]
-    transport = gen.transport
-    start = event.landed.chunk * transport._gen._stride
-    transport._gen._landing[start + 4096 + 5 * 16384 + 77] ^= 1
-    gen.take(event)
-    gen.until(lambda: not move.jobs, "the check")
-    assert move.errors == ["corrupt"] and not move.ok and transport.corrupt_chunks == 1
-    assert_untouched(gen, set())
-    assert_quiet(gen)
 
 
 def test_notifications_that_name_no_grant_are_dropped_and_counted(make_gen):
@@ -259,58 +175,3 @@ def test_notifications_that_name_no_grant_are_dropped_and_counted(make_gen):
 
 def gen_pack(landed: Any) -> bytes:
     return frames.pack(landed)
-
-
-def test_what_landed_can_be_unpacked_once(make_gen):
-    gen = make_gen("nixl")
-    ctx = gen.new_ctx("c1", 64, child=False)
-    units = units_for([1], ctx.write([1], owner=1), [9])
-    gen.unpack = False
-    move = gen.start(KEY, ctx, units)
-    gen.until(lambda: gen.landed, "the landing")
-    gen.take(gen.landed[0])
-    move.granted += 1
-    gen.take(gen.landed[0])
-    gen.until(lambda: not move.jobs, "both answers")
-    assert len(move.ok) == 1 and move.errors == ["nothing of this grant has landed"]
-    assert_quiet(gen)
-
-
-def test_what_landed_before_the_pair_ended_can_still_be_unpacked(make_gen):
-    gen = make_gen("nixl")
-    ctx = gen.new_ctx("c1", 64, child=False)
-    units = units_for([1, 2], ctx.write([1, 2], owner=1), [8, 9])
-    gen.unpack = False
-    move = gen.start(KEY, ctx, units)
-    gen.until(lambda: gen.landed, "the landing")
-    gen.transport.disconnect("c1")
-    assert gen.transport.counts().unpacking == 1
-    gen.take(gen.landed[0])
-    gen.until(lambda: not move.jobs, "the unpacking")
-    assert_moved(gen, units, owner=1)
-    assert gen.transport.counts() == ChunkCounts(4, 0, 0, 4)
-
-
-def test_chunks_return_when_ctx_says_that_it_posts_no_more(make_gen):
-    gen = make_gen("nixl")
-    gen.new_ctx("c1", 64, child=False)
-    one = gen.transport.grants(("one", 1), "c1", 3)
-    two = gen.transport.grants(("two", 1), "c1", 3)
-    assert len(one) == 3 and len(two) == 1
-    assert len({(g.chunk, g.sequence) for g in one + two}) == 4
-    gen.transport.reclaim(("one", 1), "c1")
-    assert gen.transport.counts() == ChunkCounts(3, 1, 0, 4)
-    gen.transport.reclaim(("two", 1), "c9")
-    assert gen.transport.counts().granted == 1, "another boot's word is nothing"
-
-
-def test_a_job_without_a_pair_or_over_its_chunk_is_not_posted(make_gen):
-    gen = make_gen("nixl")
-    ctx = gen.new_ctx("c1", 200, child=False)
-    (grant,) = gen.transport.grants(KEY, "c1", 1)
-    pages = tuple(PageDescriptor(0, i, i, 0) for i in range(1, 66))  # 64 fit
-    ctx.post(PostJob(1, KEY, "nobody", pages[:1], grant))
-    ctx.post(PostJob(2, KEY, gen.boot, pages, grant))
-    done = ctx.step()
-    assert [(d.job, d.lost) for d in done] == [(1, False), (2, False)]
-    assert done[0].error == "there is no pair with nobody" and done[1].error == "65 pages do not fit landing chunk 0"
