@@ -227,6 +227,12 @@ class TailraceConfig(Section):
     weights: Literal["dense", "quantized"] = setting(
         "dense", "quantized: a gen decodes small batches on the 4-bit weights of a GGUF as they are (CPU, bfloat16)."
     )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto",
+        "Where workers keep weights and pages and compute; auto takes the GPU if a worker's host has one and all that "
+        "is asked for can be done there (the start log says which and why). cuda: Llama family, one rank, dense weights.",
+        status="prototype",
+    )
     max_request_tokens: int | None = setting(
         None, "Prompt plus output of one request at most; unset: what the model and the smallest pool allow.", ge=2
     )
@@ -240,15 +246,23 @@ class TailraceConfig(Section):
         le=1024,
     )
     block_tokens: int = setting(64, "Tokens a block hash covers, one value for the cluster.", ge=1, le=4096)
-    kv_bytes: PoolBytes = setting(2**30, "Page pool of each worker, in shared memory; bytes or e.g. 1GiB.")
+    kv_bytes: PoolBytes = setting(2**30, "Page pool of each worker, in shared or the GPU's memory; bytes or e.g. 1GiB.")
     max_num_tokens: int = setting(512, "Tokens of one pass at most; also the largest prefill chunk.", ge=1, le=131_072)
     max_batch_size: int = setting(32, "Sequences that one pass decodes at most.", ge=1, le=4096)
     capture_batch_sizes: Ints | None = setting(
-        None, "Batch sizes with a captured CUDA graph; unset: derived.", status="prototype", min_length=1
+        None,
+        "Batch sizes with a captured CUDA graph; unset: 1, 2, 4, 8, 16 and so on to max_batch_size.",
+        status="prototype",
+        min_length=1,
     )
     sampling_variants: (
         Annotated[tuple[Literal["greedy", "advanced", "temperature_only"], ...], Strict(False)] | None
-    ) = setting(None, "Sampler variants captured into CUDA graphs; unset: derived.", status="prototype", min_length=1)
+    ) = setting(
+        None,
+        "Sampler variants captured into CUDA graphs; unset: all three. Others run eagerly.",
+        status="prototype",
+        min_length=1,
+    )
 
     # --- transfer
     transport: Literal["auto", "shm", "nixl", "in_process", "peer", "ucx", "ray"] = setting(

@@ -12,7 +12,9 @@ from typing import Any
 
 from tailrace.cluster.config import TailraceConfig
 
-NO_GPU_PATH = "needs the GPU path, which this release does not have"
+NO_GPU_PATH = "is not in this release's GPU path"
+
+HOST_TRANSPORTS = ("shm", "nixl", "ucx", "ray")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +27,13 @@ class Later:
 
 
 LATER: tuple[Later, ...] = (
-    Later("dtype", lambda v: v == "float16", NO_GPU_PATH + "; on the CPU use bfloat16 or float32"),
+    Later("dtype", lambda v: v == "float16", NO_GPU_PATH + ", nor in the CPU's: use bfloat16 or float32"),
     Later(
         "transport",
         lambda v: v == "in_process",
         "is a test double inside one process, and ctx and gen are separate processes: use shm, nixl or ucx",
     ),
     Later("transport", lambda v: v == "peer", NO_GPU_PATH),
-    Later("capture_batch_sizes", lambda v: v is not None, "CUDA graphs: " + NO_GPU_PATH),
-    Later("sampling_variants", lambda v: v is not None, "CUDA graphs: " + NO_GPU_PATH),
     Later("peer_sms", lambda v: v is not None, NO_GPU_PATH),
     Later("defer_gen_receives", bool, NO_GPU_PATH),
     Later("enable_client_io_during_gpu_wait", bool, NO_GPU_PATH),
@@ -96,6 +96,7 @@ def _together(c: TailraceConfig) -> Iterator[str]:
             "transport ray and transceiver_runtime ray imply each other"
         )
     yield from _prompt_tail(c)
+    yield from _device(c)
     if c.backflow:
         yield from _back_flow(c)
     if c.transport == "ray":
@@ -119,6 +120,32 @@ def _together(c: TailraceConfig) -> Iterator[str]:
     yield from _keys(c)
 
 
+def unfit_for_cuda(c: TailraceConfig) -> Iterator[str]:
+    """What workers whose weights and pages stand on a GPU cannot do, one line each."""
+    if c.weights == "quantized":
+        yield "weights: 'quantized' is a product of CPUs: use dense"
+    for role in ("ctx", "gen"):
+        if c.pool(role).tp > 1:
+            yield f"{role}.tp: {c.pool(role).tp} ranks on GPUs are not in this release: use 1"
+    if c.transport in HOST_TRANSPORTS:
+        yield f"transport: {c.transport!r} moves pages that stand in host memory: use auto"
+    if c.backflow:
+        yield "backflow: ctx reads pages of gens that stand in host memory"
+    if c.verify_pages:
+        yield "verify_pages: sums are taken of pages that stand in host memory"
+
+
+def _device(c: TailraceConfig) -> Iterator[str]:
+    if c.device == "cuda":
+        yield from (f"{line} (device is 'cuda')" for line in unfit_for_cuda(c))
+    for key in ("capture_batch_sizes", "sampling_variants"):
+        if getattr(c, key) is not None and c.device != "cuda":
+            yield f"{key}: CUDA graphs need device: cuda, said explicitly; it is {c.device!r}"
+    largest = max(c.capture_batch_sizes or (0,))
+    if largest > c.max_batch_size:
+        yield f"capture_batch_sizes: {largest} is over max_batch_size ({c.max_batch_size})"
+
+
 def unfit_for_rows(c: TailraceConfig) -> Iterator[str]:
     """What cannot be done with pages that only their model can take apart, one line each."""
     wrong = {
@@ -128,6 +155,7 @@ def unfit_for_rows(c: TailraceConfig) -> Iterator[str]:
         "gen.tp": c.gen.tp if c.gen.tp > 1 else None,
         "backflow": c.backflow or None,
         "shadow_check_every": c.shadow_check_every or None,
+        "device": c.device if c.device == "cuda" else None,
     }
     for key, value in wrong.items():
         if value is not None:

@@ -33,6 +33,7 @@ FIELDS = (
         "model_name": ([None, "my-model"], [("", "at least 1 character"), (1, "valid string")]),
         "dtype": (["bfloat16", "float32"], [("float16", "GPU path"), ("bf16", "bfloat16"), (16, "bfloat16")]),
         "weights": (["dense", "quantized"], [("int4", "dense"), (True, "dense")]),
+        "device": (["auto", "cpu", "cuda"], [("gpu", "cuda"), (None, "auto"), (0, "auto")]),
         "max_request_tokens": ([None, 2, 4096], [(1, "greater than or equal to 2"), ("4096", "integer")]),
         "tokens_per_page": ([1, 8, 16, 64, 128], [(0, "greater"), (24, "neither divides"), (16.0, "integer")]),
         "block_tokens": ([16, 64, 256], [(0, "greater"), (40, "neither divides"), (8192, "less than or equal")]),
@@ -42,8 +43,11 @@ FIELDS = (
             [(0, "greater"), (31, "less than max_batch_size"), (10**9, "less than or equal")],
         ),
         "max_batch_size": ([1, 512], [(0, "greater"), (513, "less than max_batch_size (513)")]),
-        "capture_batch_sizes": ([None], [([1, 2, 4], "GPU path"), ([0], "greater"), ([], "at least 1 item")]),
-        "sampling_variants": ([None], [(["greedy"], "GPU path"), (["fast"], "greedy"), ([], "at least 1 item")]),
+        "capture_batch_sizes": ([None], [([1, 2, 4], "need device: cuda"), ([0], "greater"), ([], "at least 1 item")]),
+        "sampling_variants": (
+            [None],
+            [(["greedy"], "need device: cuda"), (["fast"], "greedy"), ([], "at least 1 item")],
+        ),
         "transport": (
             ["auto", "shm", "nixl", "ucx"],
             [
@@ -198,6 +202,46 @@ FIELDS = (
 
 # rule: (a mapping it takes, a mapping it refuses, a piece of the reason)
 RULES = {
+    "graphs are a GPU's": (
+        {"device": "cuda", "capture_batch_sizes": [1, 2, 32]},
+        {"device": "cpu", "capture_batch_sizes": [1, 2, 32]},
+        "capture_batch_sizes: CUDA graphs need device: cuda, said explicitly; it is 'cpu'",
+    ),
+    "variants are those of graphs": (
+        {"device": "cuda", "sampling_variants": ["greedy", "temperature_only"]},
+        {"device": "auto", "sampling_variants": ["greedy", "temperature_only"]},
+        "sampling_variants: CUDA graphs need device: cuda, said explicitly; it is 'auto'",
+    ),
+    "a captured batch may occur": (
+        {"device": "cuda", "max_batch_size": 8, "capture_batch_sizes": [8]},
+        {"device": "cuda", "max_batch_size": 8, "capture_batch_sizes": [8, 9]},
+        "capture_batch_sizes: 9 is over max_batch_size (8)",
+    ),
+    "packed weights are a CPU's": (
+        {"device": "auto", "weights": "quantized"},
+        {"device": "cuda", "weights": "quantized"},
+        "weights: 'quantized' is a product of CPUs: use dense (device is 'cuda')",
+    ),
+    "a GPU worker has one rank": (
+        {"device": "auto", "gen": {"tp": 2}},
+        {"device": "cuda", "gen": {"tp": 2}},
+        "gen.tp: 2 ranks on GPUs are not in this release",
+    ),
+    "a GPU's pages are not in shared memory": (
+        {"device": "cuda", "transport": "auto"},
+        {"device": "cuda", "transport": "shm"},
+        "transport: 'shm' moves pages that stand in host memory: use auto",
+    ),
+    "nothing flows back from a GPU": (
+        {"device": "auto", "backflow": True},
+        {"device": "cuda", "backflow": True},
+        "backflow: ctx reads pages of gens that stand in host memory",
+    ),
+    "sums are taken in host memory": (
+        {"device": "auto", "verify_pages": True},
+        {"device": "cuda", "verify_pages": True},
+        "verify_pages: sums are taken of pages that stand in host memory",
+    ),
     "packed weights are not split": (
         {"weights": "quantized", "ctx": {"tp": 2}},
         {"weights": "quantized", "gen": {"tp": 2}},
