@@ -230,7 +230,7 @@ class TailraceConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
         "Where workers keep weights and pages and compute; auto takes the GPU if a worker's host has one and all that "
-        "is asked for can be done there (the start log says which and why). cuda: Llama family, one rank, dense weights.",
+        "is asked for works there (the start log says which and why). cuda: Llama family, one rank, dense weights.",
         status="prototype",
     )
     max_request_tokens: int | None = setting(
