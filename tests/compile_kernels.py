@@ -23,9 +23,12 @@ from tailrace.kernels import (
     hyper_connections,
     hyper_connections_triton,
     indexer_triton,
+    page_read,
+    page_read_triton,
     row_formats_triton,
     sparse_attention_triton,
 )
+from tailrace.kernels.device_memory import Memory
 from tailrace.kernels.row_formats import PackedRows, RowFormat, fp4_groups, fp8_tiles, plain
 from tailrace.kernels.sparse_attention import PickedRows, RowRange
 
@@ -88,6 +91,11 @@ def launches() -> Iterator[str]:
     gate_up, down = torch.zeros(3, 256, 256, dtype=BF16), torch.zeros(3, 256, 128, dtype=BF16)
     experts_triton.grouped_swiglu(torch.zeros(3, 256, dtype=BF16), gate_up, down, index[:, :2], torch.zeros(3, 2), 10.0)
     yield "experts"
+    pool, spans = Memory(1 << 33, 1 << 31, torch.device("cuda")), torch.zeros(3, 2, dtype=torch.int64)
+    for page_bytes in (4096, 65_536, 368_640, 96, 7):
+        unit = page_read.unit_of(page_bytes)
+        page_read_triton.read_spans(pool, pool, spans, page_bytes // unit, unit)
+    yield "page read"
 
 
 def main() -> None:

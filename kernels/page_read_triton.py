@@ -1,0 +1,107 @@
+"""The Triton kernel of page_read.py: a few persistent programs that copy spans, each with many loads in flight.
+
+A span is cut into pieces and a tile is some pieces, of one span or of several small ones: every program copies tile
+after tile, in the order of the list, with 16-byte accesses where the offsets allow it. Loads of the next tiles are
+under way while a tile is stored (through shared memory, `STAGES` deep). No program waits for another, so none waits for
+ever. Importable only where triton is.
+"""
+
+# ruff: noqa: ANN001, ANN202 (Triton itself types what a kernel takes)
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tailrace.kernels.device_memory import Memory
+from tailrace.kernels.page_read import DEFAULT_PROGRAMS
+
+_WORDS = {16: torch.int32, 8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the kernel. `tile_bytes`: power of two; `warps`, `stages`: of a program."""
+
+    tile_bytes: int = 32 << 10
+    warps: int = 16
+    stages: int = 1
+
+
+DEFAULT_SHAPE = Shape()
+
+
+# Not specialized: a job of another size must not wait for a compilation.
+@triton.jit(do_not_specialize=["n", "units", "pieces", "tiles"])
+def _read_spans(
+    dst,  # pointer to words
+    src,  # pointer to words
+    spans,  # pointer to int64 [n, 2]: of src, of dst, in units
+    n,
+    units,  # of a span
+    pieces,  # of a span: ceil(units * UNIT / PIECE)
+    tiles,  # ceil(n * pieces / ROWS)
+    UNIT: tl.constexpr,  # words of one
+    ROWS: tl.constexpr,  # pieces of a tile
+    PIECE: tl.constexpr,  # words of a piece
+    STAGES: tl.constexpr,
+):
+    """grid (programs,)."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, PIECE)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        number = tile * ROWS + row.to(tl.int64)
+        span = number // pieces
+        inside = span < n
+        word = ((number - span * pieces) * PIECE)[:, None] + column[None, :]
+        mask = inside[:, None] & (word < units * UNIT)
+        at = tl.load(spans + 2 * span, mask=inside, other=0) * UNIT  # 64 bits: a pool passes 2^31 words
+        to = tl.load(spans + 2 * span + 1, mask=inside, other=0) * UNIT
+        x = tl.load(src + at[:, None] + word, mask=mask)
+        tl.store(dst + to[:, None] + word, x, mask=mask)
+
+
+class _Words:
+    """A memory as Triton takes a pointer: a peer's need not be on a device that torch knows."""
+
+    def __init__(self, memory: Memory, dtype: torch.dtype) -> None:
+        self._address, self.dtype = memory.address, dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def read_spans(
+    dst: Memory,
+    src: Memory,
+    spans: torch.Tensor,
+    length: int,
+    unit: int,
+    programs: int = DEFAULT_PROGRAMS,
+    shape: Shape = DEFAULT_SHAPE,
+) -> None:
+    """As page_read.read_spans."""
+    n = len(spans)
+    if not n:
+        return
+    dtype = _WORDS[unit]
+    words = length * unit // dtype.itemsize
+    tile = shape.tile_bytes // 4  # words are fewer bytes only where nothing is aligned
+    piece = min(triton.next_power_of_2(words), tile)
+    rows, pieces = tile // piece, triton.cdiv(words, piece)
+    tiles = triton.cdiv(n * pieces, rows)
+    _read_spans[(min(programs, tiles),)](
+        _pointer(dst, dtype), _pointer(src, dtype), spans, n, length, pieces, tiles,
+        UNIT=unit // dtype.itemsize, ROWS=rows, PIECE=piece, STAGES=shape.stages, num_warps=shape.warps,
+    )  # fmt: skip
+
+
+def _pointer(memory: Memory, dtype: torch.dtype) -> Any:
+    if memory.device.type == "cuda":
+        return _Words(memory, dtype)
+    whole = memory.tensor[: memory.nbytes // dtype.itemsize * dtype.itemsize]
+    return whole.view(dtype)  # the interpreter takes tensors only
