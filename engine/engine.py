@@ -15,6 +15,7 @@ import torch
 from tailrace.engine.drafts import Ask, BlockDrafter, Drafter, num_right
 from tailrace.engine.forward import Forward, padded_rows
 from tailrace.engine.group import Followers
+from tailrace.engine.pages import compare_rows, copy_pages, poison
 from tailrace.engine.row_forward import RowForward
 from tailrace.engine.sampler import NO_TOKEN, Sampler, logprobs_of
 from tailrace.engine.step import Logprob, Row, RowResult, SamplerState, StepPlan
@@ -27,7 +28,6 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 NOT_FINITE = "the state of this request is not finite: a page it read holds NaN or infinity"
 NOTHING_TO_DRAW = "no token can be drawn: every logit is -inf or NaN after penalties and bias"
 
-_POISON_BYTE = 0xFF  # NaN as float32, bfloat16 and float8
 _PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once when a prompt's logprobs are wanted
 
 
@@ -96,9 +96,7 @@ class Engine:
     @torch.inference_mode()
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole pages; all of src is read before dst is written."""
-        to, of = torch.tensor(dst, dtype=torch.int64), torch.tensor(src, dtype=torch.int64)
-        for kv in self._pools:
-            kv[to] = kv[of]
+        copy_pages(self._pools, src, dst)
 
     @torch.inference_mode()
     def compare_rows(self, pages: Sequence[int], others: Sequence[int], span: range) -> tuple[float, float]:
@@ -113,28 +111,13 @@ class Engine:
         """
         if isinstance(self._run, RowForward):
             raise ConfigError(f"pages of family {self._decoder.config.family} are not compared row by row")
-        largest = relative = 0.0
-        for kv in self._pools:
-            rows = []
-            for which in (pages, others):
-                run = kv[torch.tensor(which, dtype=torch.int64)].float().movedim(0, 3)  # [layer, field, head, page, ..]
-                rows.append(run.flatten(3, 4)[:, :, :, span.start : span.stop])
-            difference = rows[0] - rows[1]
-            if not difference.isfinite().all():
-                return float("inf"), float("inf")
-            lengths = rows[1].norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-            largest = max(largest, float(difference.abs().max()))
-            relative = max(relative, float((difference.norm(dim=-1) / lengths).max()))
-        return largest, relative
+        return compare_rows(self._pools, pages, others, span)
 
     @torch.inference_mode()
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN (rows of their own formats: with bytes 0xFF), so that who reads them unwritten is found
         out."""
-        for kv in self._pools:
-            value = _POISON_BYTE if kv.dtype is torch.uint8 else torch.nan
-            for page in pages:
-                kv[page].fill_(value)
+        poison(self._pools, pages)
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, max_batch_size: int) -> None:
@@ -212,15 +195,7 @@ class Engine:
             result.tokens = [token for token, _ in mine]
             result.logprobs = [logprob for _, logprob in mine]
             if NO_TOKEN in result.tokens:
-                self._nothing_drawn(row, result)
-
-    def _nothing_drawn(self, row: Row, result: RowResult) -> None:
-        """Say why the row fails."""
-        result.error = NOTHING_TO_DRAW
-        for state in row.samplers:
-            if state.grammar is not None and state.grammar.error is not None:
-                result.error, result.code = f"the grammar failed: {state.grammar.error}", "grammar"
-        result.tokens, result.logprobs = [], []
+                fail_undrawn(row, result)
 
     def _draft(
         self,
@@ -252,6 +227,15 @@ class Engine:
             positions = known[at : at + _PROMPT_LOGPROB_ROWS]
             logits = self._decoder.logits(hidden[torch.from_numpy(positions)])
             yield from logprobs_of(logits, row.next_ids[positions].tolist(), row.prompt_logprobs)
+
+
+def fail_undrawn(row: Row, result: RowResult) -> None:
+    """Fail a row of which a token could not be drawn, and say why."""
+    result.error = NOTHING_TO_DRAW
+    for state in row.samplers:
+        if state.grammar is not None and state.grammar.error is not None:
+            result.error, result.code = f"the grammar failed: {state.grammar.error}", "grammar"
+    result.tokens, result.logprobs = [], []
 
 
 def _layout_order(row: Row) -> tuple[int, int]:

@@ -9,16 +9,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from tailrace.engine.engine import Engine
 from tailrace.engine.grammar import Grammars, attach
 from tailrace.engine.sequence import Chunk, Sequence
 from tailrace.engine.step import Logprob, RowResult, StepPlan
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.errors import ConfigError
 from tailrace.model.sampling_params import SamplingParams
+
+
+class StepEngine(Protocol):
+    """What the generator needs of engine.Engine."""
+
+    def step(self, plan: StepPlan) -> list[RowResult]: ...
+
+    def copy_pages(self, src: Seq[int], dst: Seq[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -71,7 +79,7 @@ class Generator:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StepEngine,
         kv: KvManager,
         *,
         eos_ids: frozenset[int] = frozenset(),

@@ -121,6 +121,7 @@ def load_weights(
     quantized: bool = True,
     progress: Progress | None = None,
     shard: Shard = WHOLE,
+    device: torch.device | None = None,
 ) -> Weights:
     """Read the weights of a source.
 
@@ -131,17 +132,18 @@ def load_weights(
             a byte an element. Ignored for float32 and where a tensor's type or shape cannot be packed.
         progress: told after every tensor.
         shard: which share of them. Packed weights are not split: tp above 1 takes `quantized` False.
+        device: plain and dense there, for model/device_decoder.py; None: in the forms that a CPU's products want.
 
     Raises:
         ConfigError: a dtype that is not supported, or a model that cannot be split so.
     """
     if dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
-    pack = quantized and dtype is torch.bfloat16
+    pack = quantized and dtype is torch.bfloat16 and device is None
     if pack and shard.tp > 1:
         raise ConfigError(f"weights: quantized weights are not split over {shard.tp} ranks: use dense")
     with torch.no_grad():
-        weights = _Loader(source, dtype, pack, progress, shard).load()
+        weights = _Loader(source, dtype, pack, progress, shard, device).load()
     source.tensors.drop_pages()
     return weights
 
@@ -150,7 +152,13 @@ class _Loader:
     """One load; counts the bytes read and those held."""
 
     def __init__(
-        self, source: ModelSource, dtype: torch.dtype, pack: bool, progress: Progress | None, shard: Shard
+        self,
+        source: ModelSource,
+        dtype: torch.dtype,
+        pack: bool,
+        progress: Progress | None,
+        shard: Shard,
+        device: torch.device | None,
     ) -> None:
         model = source.config
         if not isinstance(model, ModelConfig):
@@ -166,7 +174,8 @@ class _Loader:
             "up_proj": _scaled(shard.part(model.intermediate_size)),
         }
         self._inputs = {"o_proj": self._kept["q_proj"], "down_proj": self._kept["gate_proj"]}
-        self.prepack = dtype is torch.bfloat16 and prepacking_works()
+        self.prepack = dtype is torch.bfloat16 and device is None and prepacking_works()
+        self._device = device
         self._progress = progress
         self._done, self._total = 0, source.tensors.num_bytes
         self._held = 0
@@ -177,6 +186,9 @@ class _Loader:
         norm = self._vector("norm.weight")
         return Weights(self.config, self.dtype, embed, layers, norm, lm_head, self._held)
 
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._device is None else tensor.to(self._device)
+
     def _count(self, entry: TensorEntry) -> None:
         self._done += entry.num_bytes
         if self._progress is not None:
@@ -184,7 +196,7 @@ class _Loader:
 
     def _vector(self, name: str, part: slice = ALL_ROWS) -> torch.Tensor:
         entry = self.tensors[name]
-        vector = blocks.dense(entry, self.dtype, part)
+        vector = self._placed(blocks.dense(entry, self.dtype, part))
         self._count(entry)
         self._held += vector.nbytes
         return vector
@@ -230,7 +242,7 @@ class _Loader:
     def _build(self, weight: torch.Tensor, entries: list[TensorEntry], biases: list[torch.Tensor]) -> Linear:
         """`entries`: whose weights these are, one after another, for the packed form."""
         bias = torch.cat(biases) if biases else None
-        many = PrepackedLinear(weight, bias) if self.prepack else DenseLinear(weight, bias)
+        many = PrepackedLinear(weight, bias) if self.prepack else DenseLinear(self._placed(weight), bias)
         few = self._few(entries, biases)
         linear = ByRowsLinear(few, many) if few else many
         self._held += linear.num_bytes
@@ -264,7 +276,7 @@ class _Loader:
         if self.pack and entry.kind == "Q8_0":
             embed: Embedding = Q8Embedding(*blocks.q8_0_rows(entry.rows()), self.dtype)
         else:
-            table = blocks.dense(entry, self.dtype)
+            table = self._placed(blocks.dense(entry, self.dtype))
             embed = DenseEmbedding(table)
             if head is entry and not self.prepack:
                 lm_head = DenseLinear(table)
