@@ -32,7 +32,7 @@ class Ticket(Protocol):
 
 
 class Reader(Protocol):
-    """What copies on the device; called by one thread at a time."""
+    """What copies on the device, in the order in which it is told; from any thread."""
 
     def read(self, dst: Memory, src: Memory, spans: np.ndarray, length: int, unit: int) -> Ticket:
         """Begin to copy, behind the reads begun before.
@@ -45,12 +45,12 @@ class Reader(Protocol):
         """
         ...
 
-    def clear(self, dst: Memory, starts: np.ndarray, nbytes: int) -> Ticket:
-        """Write zeros from each of these byte offsets [n] int64 on."""
-        ...
-
     def fetch(self, memory: Memory, start: int, nbytes: int) -> bytes:
         """What stands there, after the reads begun before. Raises DeviceError if that takes FETCH_LIMIT_S."""
+        ...
+
+    def store(self, memory: Memory, start: int, data: np.ndarray) -> None:
+        """Write [n] uint8 there. Raises as `fetch`. Tests only."""
         ...
 
 
@@ -71,24 +71,26 @@ class CudaReader:
             read_spans(dst, src, self._there(spans), length, unit, self._programs)
             return self._ticket()
 
-    def clear(self, dst: Memory, starts: np.ndarray, nbytes: int) -> Ticket:
-        ours = dst.tensor
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for start in starts.tolist():
-                ours[start : start + nbytes].zero_()
-            return self._ticket()
-
     def fetch(self, memory: Memory, start: int, nbytes: int) -> bytes:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             here.copy_(memory.tensor[start : start + nbytes], non_blocking=True)
             ticket = self._ticket()
+        self._wait_for(ticket, nbytes)
+        return here.numpy().tobytes()
+
+    def store(self, memory: Memory, start: int, data: np.ndarray) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            memory.tensor[start : start + len(data)].copy_(self._there(data))
+            ticket = self._ticket()
+        self._wait_for(ticket, len(data))
+
+    def _wait_for(self, ticket: Ticket, nbytes: int) -> None:
         end = time.monotonic() + FETCH_LIMIT_S
         while not ticket.done():
             if time.monotonic() > end:
                 raise DeviceError(f"{nbytes} bytes of {self._device} did not come within {FETCH_LIMIT_S:g} s", 0)
             time.sleep(_FETCH_POLL_S)
-        return here.numpy().tobytes()
 
     def _there(self, numbers: np.ndarray) -> torch.Tensor:
         pinned = torch.from_numpy(np.ascontiguousarray(numbers)).pin_memory()

@@ -90,10 +90,11 @@ class Arena:
         directory: Path = SHARED_MEMORY,
         *,
         with_generations: bool = True,
+        with_pages: bool = True,
     ) -> Arena:
         """Make and map a new arena; its room is allocated at once, so no later write can fail for want of it.
 
-        `with_generations`: it is rank 0's.
+        `with_generations`: it is rank 0's. `with_pages`: not if they stand elsewhere; then each has 0 bytes here.
 
         Raises:
             ConfigError: it does not fit (both sizes are named), the name is taken or is not an arena's name.
@@ -101,7 +102,8 @@ class Arena:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is not an arena name; make it by arena_name")
         at = _ALIGN + (-(-num_pages * 8 // _ALIGN) * _ALIGN if with_generations else 0)
-        size = at + num_pages * layout.bytes_per_page
+        bytes_per_page = layout.bytes_per_page if with_pages else 0
+        size = at + num_pages * bytes_per_page
         path = directory / name
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -115,9 +117,9 @@ class Arena:
             raise
         finally:
             os.close(fd)
-        memory[_HEADER.size : _ALIGN] = _known_bytes(name)
-        memory[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, num_pages, layout.bytes_per_page, at)
-        return cls(name, path, memory, num_pages, layout.bytes_per_page, at)
+        memory[_HEADER.size : _ALIGN] = known_bytes(name, _ALIGN - _HEADER.size)
+        memory[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, num_pages, bytes_per_page, at)
+        return cls(name, path, memory, num_pages, bytes_per_page, at)
 
     @classmethod
     def open_read_only(cls, name: str, directory: Path = SHARED_MEMORY) -> Arena:
@@ -163,7 +165,7 @@ class Arena:
 
     def is_readable(self) -> bool:
         """Whether the known bytes, which the owner derived from the name, are seen through this mapping."""
-        return self._probe.tobytes() == _known_bytes(self.name)
+        return self._probe.tobytes() == known_bytes(self.name, len(self._probe))
 
     def close(self) -> None:
         """Give up this mapping; the memory is unmapped when the last array over it is gone."""
@@ -244,8 +246,29 @@ class ArenaGroup:
             arena.unlink()
 
 
-def _known_bytes(name: str) -> bytes:
-    return hashlib.shake_256(name.encode()).digest(_ALIGN - _HEADER.size)
+def known_bytes(name: str, nbytes: int) -> bytes:
+    """What a peer expects to read in the memory of this name."""
+    return hashlib.shake_256(name.encode()).digest(nbytes)
+
+
+def mapped_elsewhere(app: str, worker: str, keep: str, processes: Path = Path("/proc")) -> dict[int, set[str]]:
+    """Which other processes still map arenas of this worker's boots but `keep`, also unlinked ones: pid -> names.
+
+    Processes of other users cannot be seen.
+    """
+    prefix, found = arena_name(app, worker, "x")[:-1], {}
+    for process in processes.iterdir():
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        try:
+            lines = (process / "maps").read_text().splitlines()
+        except OSError:  # it has ended, or is another user's
+            continue
+        names = {Path(line.split(maxsplit=5)[-1].removesuffix(" (deleted)")).name for line in lines if prefix in line}
+        names = {name for name in names if name.startswith(prefix) and name != keep}
+        if names:
+            found[int(process.name)] = names
+    return found
 
 
 def _reserve(fd: int, path: Path, size: int) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
+from device_peers import DEVICE_KINDS, AnyArena, PoolArena, new_pool
 
 from tailrace.kv_cache.arena import Arena, arena_name
 from tailrace.kv_cache.layout import PageLayout, single_layout
@@ -40,15 +42,20 @@ from tailrace.transfer.transports.base import (
 )
 from tailrace.transfer.transports.in_process import Exchange, InProcessTransport
 from tailrace.transfer.transports.nixl import ChunkConfig, NixlTransport
+from tailrace.transfer.transports.peer import PeerTransport
 from tailrace.transfer.transports.ray import RayTransport
 from tailrace.transfer.transports.ray_objects import RayObjects
 from tailrace.transfer.transports.reading import Mapped
 from tailrace.transfer.transports.shm import ShmTransport
 from tailrace.transfer.transports.ucx import UcxTransport
 
-READING = ("in_process", "shm")
+MAPPING = ("shm", *DEVICE_KINDS)  # gen reads the memory of another process
+READING = ("in_process", *MAPPING)
 LANDING = ("nixl", "ucx", "ray")
-KINDS = READING + LANDING
+ON_A_GPU = pytest.param("peer_cuda", marks=pytest.mark.gpu)
+MAPPING_KINDS = ("shm", "peer", ON_A_GPU)
+READING_KINDS = ("in_process", *MAPPING_KINDS)
+KINDS = (*READING_KINDS, *LANDING)
 PACKAGES = {"nixl": "nixl", "ucx": "ucxx", "ray": "ray"}
 GEN = "9e4"
 KEY = ("request", 1)
@@ -102,6 +109,13 @@ def landing_transport(
     return RayTransport(arena, RayObjects(os.environ["RAY_ADDRESS"]), chunks.landing_chunks, hook=hook)
 
 
+def device_transport(
+    kind: str, worker: str, boot: str, page_bytes: int, num_pages: int, **options: Any
+) -> tuple[PoolArena, PeerTransport]:
+    arena, reader = new_pool(kind, "test", worker, boot, layout(page_bytes), num_pages)
+    return arena, PeerTransport(arena.pool, reader, **options)
+
+
 class LocalCtx:
     """A ctx with its pages; in this process."""
 
@@ -116,16 +130,21 @@ class LocalCtx:
         worker: str | None = None,
     ) -> None:
         self.boot, self.page_bytes = boot, page_bytes
-        self.arena = new_arena(worker or worker_name("ctx"), boot, page_bytes, num_pages)
-        memory = Mapped((self.arena.pages,), self.arena.generations)
+        worker = worker or worker_name("ctx")
         self.transport: Transport
-        if kind == "shm":
-            self.transport = ShmTransport(self.arena)
-        elif kind == "in_process":
-            self.transport = InProcessTransport(exchange or Exchange(), boot, memory)
+        self.arena: AnyArena
+        if kind in DEVICE_KINDS:
+            self.arena, self.transport = device_transport(kind, worker, boot, page_bytes, num_pages)
         else:
-            chunks = ChunkConfig(landing_chunks=0, staging_chunks=4, chunk_bytes=chunk_bytes)
-            self.transport = landing_transport(kind, boot, self.arena, chunks, self._hook)
+            self.arena = arena = new_arena(worker, boot, page_bytes, num_pages)
+            if kind == "shm":
+                self.transport = ShmTransport(arena)
+            elif kind == "in_process":
+                memory = Mapped((arena.pages,), arena.generations)
+                self.transport = InProcessTransport(exchange or Exchange(), boot, memory)
+            else:
+                chunks = ChunkConfig(landing_chunks=0, staging_chunks=4, chunk_bytes=chunk_bytes)
+                self.transport = landing_transport(kind, boot, arena, chunks, self._hook)
         self.hold_from: int | None = None
         self.done: list[PostDone | PeerNotice] = []
 
@@ -308,8 +327,6 @@ class Gen:
 
     def __init__(self, kind: str, page_bytes: int, num_pages: int, boot: str = GEN, **options: Any) -> None:
         self.kind, self.boot, self.page_bytes = kind, boot, page_bytes
-        self.arena = new_arena(worker_name("gen"), boot, page_bytes, num_pages)
-        self.arena.pages[:] = 0xEE
         self.exchange = Exchange()
         self.chunk_bytes: int = options.pop("chunk_bytes", CHUNK_BYTES)
         self.hold_from: int | None = None
@@ -317,14 +334,24 @@ class Gen:
         self.slow_s = 0.0
         self.hooked: list[int] = []
         hook: PageHook | None = self._hook if options.pop("hook", False) else None
-        if kind == "shm":
-            self.transport: Any = ShmTransport(self.arena, hook=hook, **options)
-        elif kind == "in_process":
-            memory = Mapped((self.arena.pages,), self.arena.generations)
-            self.transport = InProcessTransport(self.exchange, boot, memory, hook=hook, **options)
+        self.transport: Any
+        self.arena: AnyArena
+        worker = worker_name("gen")
+        if kind in DEVICE_KINDS:
+            self.arena, self.transport = device_transport(
+                kind, worker, boot, page_bytes, num_pages, hook=hook, **options
+            )
         else:
-            chunks = ChunkConfig(landing_chunks=4, staging_chunks=0, chunk_bytes=self.chunk_bytes)
-            self.transport = landing_transport(kind, boot, self.arena, chunks, hook)
+            self.arena = arena = new_arena(worker, boot, page_bytes, num_pages)
+            if kind == "shm":
+                self.transport = ShmTransport(arena, hook=hook, **options)
+            elif kind == "in_process":
+                memory = Mapped((arena.pages,), arena.generations)
+                self.transport = InProcessTransport(self.exchange, boot, memory, hook=hook, **options)
+            else:
+                chunks = ChunkConfig(landing_chunks=4, staging_chunks=0, chunk_bytes=self.chunk_bytes)
+                self.transport = landing_transport(kind, boot, arena, chunks, hook)
+        self.arena.pages[:] = 0xEE
         self.ctxs: dict[str, LocalCtx | ChildCtx] = {}
         self.moves: dict[tuple[str, int], Move] = {}
         self.job_owner: dict[int, Move] = {}
@@ -350,7 +377,7 @@ class Gen:
 
     def new_ctx(self, boot: str, num_pages: int, *, child: bool, pair: bool = True) -> LocalCtx | ChildCtx:
         ctx: LocalCtx | ChildCtx
-        if child:
+        if child or self.kind == "peer_cuda":  # a process cannot map its own memory
             ctx = ChildCtx(self.kind, boot, self.page_bytes, num_pages, self.chunk_bytes)
         else:
             ctx = LocalCtx(self.kind, boot, self.page_bytes, num_pages, self.exchange, self.chunk_bytes)

@@ -110,7 +110,7 @@ def test_the_kernel_on_a_gpu_copies_what_its_twin_does(cuda: CudaIpc, page: int,
     assert ticket.done()
     assert torch.equal(dst.tensor.cpu().view(pages, page), expected)
     assert reader.fetch(dst, 0, page) == expected[0].numpy().tobytes()
-    reader.clear(dst, np.array([page]), page)
+    reader.store(dst, page, np.zeros(page, np.uint8))
     assert reader.fetch(dst, page, page) == bytes(page)
     for memory in (src, dst):
         cuda.close(memory)

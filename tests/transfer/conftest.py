@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from node_rig import Rig
 from small_ray import small_ray
 from transport_peers import PACKAGES, Gen, end_server
@@ -34,6 +35,8 @@ def make_gen(server_ends: None, request: pytest.FixtureRequest) -> Iterator[Make
     def make(kind: str, page_bytes: int = 16384, num_pages: int = 64, **options: Any) -> Gen:
         if kind in PACKAGES:
             pytest.importorskip(PACKAGES[kind], reason=f"the package {PACKAGES[kind]} is not installed")
+        if kind == "peer_cuda" and not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
         if kind == "ray":
             request.getfixturevalue("one_ray")
         made.append(Gen(kind, page_bytes, num_pages, **options))

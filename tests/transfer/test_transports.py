@@ -11,6 +11,9 @@ from transport_peers import (
     KEY,
     KINDS,
     LANDING,
+    MAPPING,
+    MAPPING_KINDS,
+    READING_KINDS,
     ChildCtx,
     Gen,
     assert_moved,
@@ -27,7 +30,7 @@ from tailrace.model.state_groups import Field, GroupKind, StateGroup
 from tailrace.transfer.messages import PageDescriptor
 from tailrace.transfer.transports.base import ChunkCounts, ReadDone
 
-PROCESS_KINDS = ("shm", *LANDING)
+PROCESS_KINDS = (*MAPPING_KINDS, *LANDING)
 
 
 # --------------------------------------------------------------------------------------------------------- what it does
@@ -166,7 +169,7 @@ def test_a_page_used_anew_before_it_was_copied_is_stale(kind, make_gen):
     assert_quiet(gen)
 
 
-@pytest.mark.parametrize("kind", ["in_process", "shm"])
+@pytest.mark.parametrize("kind", READING_KINDS)
 def test_a_descriptor_of_an_earlier_use_is_stale_and_one_out_of_range_too(kind, make_gen):
     gen = make_gen(kind)
     ctx = gen.new_ctx("c1", 16, child=False)
@@ -290,8 +293,9 @@ def test_a_copy_that_has_not_begun_is_dropped_when_abandoned(kind, make_gen):
 # ------------------------------------------------------------------------------------------------- peers that go away
 
 
-def test_pages_of_a_dead_ctx_can_still_be_read_and_judged_over_shm(make_gen):
-    gen = make_gen("shm", hook=True)
+@pytest.mark.parametrize("kind", MAPPING_KINDS)
+def test_pages_of_a_dead_ctx_can_still_be_read_and_judged(kind, make_gen):
+    gen = make_gen(kind, hook=True)
     ctx = gen.new_ctx("c1", 64, child=True)
     assert isinstance(ctx, ChildCtx)
     src = list(range(1, 41))
@@ -312,8 +316,9 @@ def test_pages_of_a_dead_ctx_can_still_be_read_and_judged_over_shm(make_gen):
     assert not gen.transport.still_valid("c1", seen), "not mapped any more"
 
 
-def test_a_generation_that_changed_after_the_read_is_seen_in_the_mapping(make_gen):
-    gen = make_gen("shm")
+@pytest.mark.parametrize("kind", MAPPING_KINDS)
+def test_a_generation_that_changed_after_the_read_is_seen_in_the_mapping(kind, make_gen):
+    gen = make_gen(kind)
     ctx = gen.new_ctx("c1", 16, child=False)
     seen = [(p, g) for p, g in zip([1, 2], ctx.write([1, 2], owner=1), strict=True)]
     assert gen.transport.still_valid("c1", seen)
@@ -322,8 +327,9 @@ def test_a_generation_that_changed_after_the_read_is_seen_in_the_mapping(make_ge
     assert gen.transport.still_valid("c1", seen[:1])
 
 
-def test_a_stopped_ctx_can_be_read_over_shm_and_what_it_does_later_is_seen(make_gen):
-    gen = make_gen("shm")
+@pytest.mark.parametrize("kind", MAPPING_KINDS)
+def test_a_stopped_ctx_can_be_read_and_what_it_does_later_is_seen(kind, make_gen):
+    gen = make_gen(kind)
     ctx = gen.new_ctx("c1", 64, child=True)
     assert isinstance(ctx, ChildCtx)
     src = list(range(1, 21))
@@ -361,7 +367,7 @@ def test_a_ctx_that_comes_back_at_the_same_address_is_another_peer(kind, make_ge
     gen.transport.disconnect("boot1")
     late = gen.start(("a", 3), new, [])
     late.boot = "boot1"
-    if kind == "shm":
+    if kind in MAPPING:
         gen.read(late, units)
         gen.finish(late)
         assert not late.ok and late.errors == ["no memory of boot1 is mapped"]
@@ -370,7 +376,7 @@ def test_a_ctx_that_comes_back_at_the_same_address_is_another_peer(kind, make_ge
     assert_quiet(gen)
 
 
-@pytest.mark.parametrize("kind", ["in_process", "shm"])
+@pytest.mark.parametrize("kind", READING_KINDS)
 def test_a_reading_transport_has_no_chunks(kind, make_gen):
     gen = make_gen(kind)
     assert gen.transport.grants(KEY, "c1", 4) == ()

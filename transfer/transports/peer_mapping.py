@@ -1,0 +1,119 @@
+"""What a peer tells of its device pool, and the mapping of it here, closed by whoever lets go of it last.
+
+A mapping is held by its pair, by each read under way and by a probe. Closing it while a kernel reads would take the
+memory from under the kernel, and until it is closed a dead owner's memory stays allocated. Knows no job.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import asdict, dataclass
+
+import msgpack
+import numpy as np
+
+from tailrace.kernels.device_memory import DeviceError, Memory, MemoryProvider
+from tailrace.kv_cache.arena import Arena
+from tailrace.kv_cache.device_pool import DevicePool
+from tailrace.model.errors import PeerError
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+_KINDS = [int, str, str, bytes, str, int, int, int, int]  # of PoolInfo's fields
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """What a peer needs to read a pool: said when a pair is made.
+
+    Attributes:
+        provider, device, handle: of the memory; the device so that a pair can be told apart from one across cards.
+        arena: name of the generation numbers.
+        num_pages, bytes_per_page, known_at, nbytes: as DevicePool has them.
+    """
+
+    version: int
+    provider: str
+    device: str
+    handle: bytes
+    arena: str
+    num_pages: int
+    bytes_per_page: int
+    known_at: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, pool: DevicePool) -> PoolInfo:
+        memory = pool.memory
+        return cls(
+            VERSION, pool.provider.name, pool.provider.identity, pool.provider.handle_of(memory), pool.arena.name,
+            pool.num_pages, pool.bytes_per_page, pool.known_at, memory.nbytes,
+        )  # fmt: skip
+
+    def packed(self) -> bytes:
+        data = msgpack.packb(list(asdict(self).values()))
+        assert data is not None
+        return data
+
+    @classmethod
+    def unpack(cls, data: bytes) -> PoolInfo:
+        """Raises PeerError if it is none of this version, or its numbers cannot be."""
+        try:
+            values = msgpack.unpackb(data)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise PeerError(f"what the peer says of its memory cannot be read: {error!r}") from None
+        if not isinstance(values, list) or [type(value) for value in values] != _KINDS or values[0] != VERSION:
+            raise PeerError(f"what the peer says of its memory is not of version {VERSION}")
+        info = cls(*values)
+        if not 0 < info.num_pages * info.bytes_per_page <= info.known_at < info.nbytes:
+            raise PeerError(f"{info.num_pages} pages of {info.bytes_per_page} bytes in memory of {info.nbytes} bytes")
+        return info
+
+
+class PeerMapping:
+    """A peer's pool as it is mapped here.
+
+    Attributes:
+        info: by which it was made.
+        memory: None once it is closed.
+        generations: [num_pages] uint64, read-only; stays while somebody keeps it.
+    """
+
+    def __init__(self, provider: MemoryProvider, info: PoolInfo) -> None:
+        """Raises PeerError if the memory or the numbers are not there."""
+        if info.provider != provider.name:
+            raise PeerError(f"the peer's memory is handed over by {info.provider}, ours by {provider.name}")
+        self.info, self._provider = info, provider
+        self._arena = Arena.open_read_only(info.arena)
+        self.generations: np.ndarray = self._arena.generations
+        if len(self.generations) != info.num_pages:
+            raise PeerError(f"{info.arena} has {len(self.generations)} generation numbers for {info.num_pages} pages")
+        try:
+            self.memory: Memory | None = provider.open(info.handle, info.nbytes)
+        except DeviceError as error:
+            raise PeerError(str(error)) from None
+        self._lock = threading.Lock()
+        self._holds = 1
+        fields = {"arena": info.arena, "bytes": info.nbytes, "same_card": info.device == provider.identity}
+        log.info("device_memory_mapped", extra={"fields": fields})
+
+    def hold(self) -> Memory:
+        """Keep it open until `let_go`. Not after the last hold has been let go."""
+        with self._lock:
+            assert self.memory is not None and self._holds > 0
+            self._holds += 1
+            return self.memory
+
+    def let_go(self) -> None:
+        """The last one closes it, from whichever thread; nothing reads it any more."""
+        with self._lock:
+            self._holds -= 1
+            memory = self.memory if self._holds == 0 else None
+            if memory is None:
+                return
+            self.memory = None
+        self._provider.close(memory)
+        self._arena.close()
+        log.info("device_memory_unmapped", extra={"fields": {"arena": self.info.arena, "bytes": self.info.nbytes}})
