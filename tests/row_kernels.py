@@ -176,6 +176,14 @@ def compare_refusals(device: str) -> Iterator[str]:
             raise AssertionError(f"taken: {message}")
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor, device: str) -> bool:
+    """Whether two results that differ only in what stood beside them are equal to the bit. In the interpreter a product
+    is the host's BLAS, which on some CPUs adds up a tile's last columns in another order: there, nearly equal."""
+    if device == "cpu":
+        return torch.allclose(a, b, rtol=2**-7 if a.dtype is torch.bfloat16 else 1e-5, atol=1e-5, equal_nan=True)
+    return torch.equal(a, b)
+
+
 def compare_index_scores(device: str) -> Iterator[str]:
     for t, n, heads, dim, fmt in (
         (9, 70, 5, 13, plain(13, torch.float32)), (1, 130, 32, 128, REAL[5]), (3, 65, 64, 128, REAL[3]),
@@ -193,10 +201,10 @@ def compare_index_scores(device: str) -> Iterator[str]:
                 found = indexer_triton.index_scores(queries.to(device), there, weights.to(device)).cpu()
                 expected = indexer.index_scores(queries.to(device), there, weights.to(device)).cpu()
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-                assert torch.equal(found[:, 5], found[:, 19]), "equal keys"
+                assert same_bits(found[:, 5], found[:, 19], device), "equal keys"
                 part = PackedRows(fmt, there.memory, there.offsets[3:10]) if kind is keys else there[3:10]
                 alone = indexer_triton.index_scores(queries[:1].to(device), part, weights[:1].to(device)).cpu()
-                assert torch.equal(alone, found[:1, 3:10]), "company"
+                assert same_bits(alone, found[:1, 3:10], device), "company"
                 yield f"{t} {n}"
     one = torch.ones(1, 1, 1, device=device)
     for key, weight, expected in ((torch.inf, -1.0, 0.0), (torch.inf, 1.0, torch.inf), (torch.nan, 1.0, 0.0)):
@@ -352,7 +360,7 @@ def compare_experts(device: str) -> Iterator[str]:
             torch.testing.assert_close(found, experts.grouped_swiglu(*places, limit), equal_nan=True, **close)
             if n > 1:
                 alone = [v[-1:] if i in (0, 3, 4) else v for i, v in enumerate(places)]
-                assert torch.equal(experts_triton.grouped_swiglu(*alone, limit), found[-1:]), "company"
+                assert same_bits(experts_triton.grouped_swiglu(*alone, limit), found[-1:], device), "company"
             yield f"{n} {hidden}"
         rows, owners = experts_triton._blocks(chosen, count)
         there = rows[rows >= 0]
