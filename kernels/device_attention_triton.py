@@ -290,10 +290,7 @@ def _walk(
             shrink = tl.exp2(top - higher)
         weight = weight * shrink + tl.sum(powers, 1)
         total = total * shrink[:, None]
-        if MASKED:
-            v = tl.load(values + place, mask=there[:, None], other=0.0)
-        else:
-            v = tl.load(values + place)
+        v = tl.load(values + place, mask=there[:, None], other=0.0) if MASKED else tl.load(values + place)
         if EXACT:
             total += tl.dot(powers, v, input_precision="ieee")
         else:
