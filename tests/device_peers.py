@@ -89,9 +89,11 @@ class SharedReader:
 
     Attributes:
         gate: closed, no copy begins.
+        launched: copies so far.
     """
 
     def __init__(self) -> None:
+        self.launched = 0
         self.gate = threading.Event()
         self.gate.set()
         self._queue: SimpleQueue[tuple[Callable[[], None], _Ticket]] = SimpleQueue()
@@ -120,6 +122,7 @@ class SharedReader:
             self._thread = threading.Thread(target=self._run, daemon=True, name="shared-device")
             self._thread.start()
         ticket = _Ticket()
+        self.launched += 1
         self._queue.put((work, ticket))
         return ticket
 
