@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tailrace.cluster.captures import capture_sizes
 from tailrace.cluster.client import Client
 from tailrace.cluster.config import TailraceConfig, load_file
 from tailrace.cluster.sizes import Sizes, derive
@@ -184,7 +185,13 @@ def _sizes_table(config: TailraceConfig, sizes: Sizes) -> Table:
     table.add_row("bytes a page", _by_pool(page))
     table.add_row("bytes a token", _by_pool(token))
     table.add_row("tokens of one request at most", str(sizes.max_request_tokens))
-    table.add_row("shared memory in all", f"{total / 2**20:.1f} MiB")
+    table.add_row("memory of pages in all", f"{total / 2**20:.1f} MiB, shared or the GPUs'")
+    if config.device != "cpu" and isinstance(sizes.ctx_layout, PageLayout):
+        for role in ("ctx", "gen"):
+            captured = capture_sizes(config, role)
+            table.add_row(f"{role} graphs on a GPU: rows", ", ".join(map(str, captured.rows)))
+            table.add_row(f"{role} graphs on a GPU: chunk tokens", ", ".join(map(str, captured.tokens)))
+        table.add_row("graphs on a GPU: variants", ", ".join(capture_sizes(config, "gen").variants))
     return table
 
 

@@ -13,11 +13,12 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tailrace.cluster.config import TailraceConfig
+from tailrace.cluster.device import Chosen, choose_device
 from tailrace.cluster.follower import await_message, meeting_limit_s
 from tailrace.cluster.progress import Phase
 from tailrace.cluster.sizes import derive
@@ -55,10 +56,16 @@ from tailrace.transfer.node import Node
 from tailrace.transfer.switchboard import NodeConfig
 from tailrace.transfer.transports.base import PageHook, Transport, Wake
 
+if TYPE_CHECKING:
+    from tailrace.cluster.device_parts import DeviceParts
+    from tailrace.engine.device_engine import DeviceEngine
+
 log = logging.getLogger(__name__)
 
 # On a CPU a token costs 0.75 ms in a pass of 64 tokens, 0.68 in one of 128 and 0.66 in one of 512.
 FULL_PASS_TOKENS = 128
+# On a GPU a pass reads all weights however few its tokens are; from here on arithmetic takes longer than that.
+FULL_DEVICE_TOKENS = 512
 
 
 def arena_owner(worker: str, secret: bytes) -> str:
@@ -165,6 +172,7 @@ class Worker:
         if len(self._channels) + 1 != self._shard.tp:
             raise WorkerError(f"{spec.role}.tp is {self._shard.tp} and {len(self._channels)} further ranks are there")
         self._arenas: ArenaGroup | None = None
+        self._on_device: DeviceParts | None = None
         self.node: Node | None = None
 
     def load(self) -> None:
@@ -181,6 +189,11 @@ class Worker:
         earlier = unlink_earlier(config.app_name, owner)
         if earlier:
             log.info("earlier_arenas_unlinked", extra={"fields": {"names": earlier}})
+        chosen = choose_device(config, self.source.config)
+        log.info("device_chosen", extra={"fields": {"device": str(chosen.device), "why": chosen.why}})
+        if chosen.is_gpu:
+            self._load_on_device(chosen, owner)
+            return
         layout, num_pages = self.sizes.rank_layout(spec.role), self.sizes.num_pages(spec.role)
         names = [arena_name(config.app_name, owner, self.boot, rank) for rank in range(self._shard.tp)]
         self._arenas = ArenaGroup.create(names, layout, num_pages)
@@ -193,8 +206,23 @@ class Worker:
         self._hear_votes()
         followers = self._followers if self._channels else None
         decoder = Decoder(model, self._meet()) if isinstance(model, Weights) else model
-        self.engine = Engine(decoder, pools[0], followers=followers)
+        self.engine: Engine | DeviceEngine = Engine(decoder, pools[0], followers=followers)
         self.compat = compat_record(config, self.source, self.sizes.layout(spec.role), pools)
+
+    def _load_on_device(self, chosen: Chosen, owner: str) -> None:
+        """Pool, weights and engine on a GPU; the arena keeps the pages' generation numbers."""
+        from tailrace.cluster.device_parts import DeviceParts
+
+        config, role = self.config, self.spec.role
+        parts = self._on_device = DeviceParts(
+            config, self.source, self.sizes, role, chosen.device, owner, self.boot,
+            lambda done: self._progress("load", done),
+        )  # fmt: skip
+        layout = self.sizes.layout(role)
+        self.kv = KvManager(layout, self.sizes.num_pages(role), config.block_tokens, parts.pool.arena.generations)
+        self._followers = Followers((), ())
+        self.engine = parts.engine
+        self.compat = compat_record(config, self.source, layout, [parts.pages])
 
     def _load_model(self, layout: PageLayout | RowLayout) -> Weights | RowDecoder:
         """Rank 0's weights; of a family with rows of its own, its decoder."""
@@ -265,8 +293,8 @@ class Worker:
             if spec.role == "ctx"
             else decode_rows(config.max_batch_size, config.max_num_tokens, config.gen.drafts),
         )
-        assert self._arenas is not None
-        self.node = Node(node, self.kv, self._transports, pages=self._arenas.pages)
+        pages = () if self._arenas is None else self._arenas.pages
+        self.node = Node(node, self.kv, self._transports, pages=pages)
         address = self.node.start()
         self.loop = self._loop()
         return address
@@ -284,6 +312,8 @@ class Worker:
                 channel.send(Stop())
         if self._arenas is not None:
             self._arenas.unlink()
+        if self._on_device is not None:
+            self._on_device.pool.close()
 
     # ---------------------------------------------------------------------------------------------- from other threads
 
@@ -310,6 +340,8 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ parts
 
     def _transports(self, wake: Wake, hook: PageHook | None) -> list[Transport]:
+        if self._on_device is not None:
+            return [self._on_device.transport(self.config, hook)]
         assert self._arenas is not None
         whole = [self.sizes.rank_layout(r).bytes_per_page * self.config.pool(r).tp for r in ("ctx", "gen")]
         return make_transports(self.config, self.spec, self.boot, self._arenas, wake, hook, whole)
@@ -317,7 +349,8 @@ class Worker:
     def _loop(self) -> CtxLoop | GenLoop:
         config, eos_ids = self.config, self.source.eos_ids
         assert self.node is not None
-        prefill = PrefillScheduler(config.max_num_tokens, full_tokens=FULL_PASS_TOKENS)
+        full = FULL_PASS_TOKENS if self._on_device is None else FULL_DEVICE_TOKENS
+        prefill = PrefillScheduler(config.max_num_tokens, full_tokens=full)
         grammars = Grammars(lambda: self.source.tokenizer, self.source.config.vocab_size, eos_ids)
         if self.spec.role == "ctx":
             return CtxLoop(self.engine, self.kv, self.node, prefill, eos_ids=eos_ids, grammars=grammars)
