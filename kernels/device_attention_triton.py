@@ -45,7 +45,7 @@ def decode_tile(dim: int, dtype: torch.dtype) -> Tile:
     """By what was fastest on an H200."""
     if dtype is torch.float32:
         return Tile(keys=32, warps=4, stages=2)
-    return Tile(keys=64, warps=4, stages=3 if dim <= 128 else 2)
+    return Tile(keys=64, warps=4, stages=4 if dim <= 128 else 2)
 
 
 def prefill_tile(dim: int, dtype: torch.dtype) -> Tile:
@@ -54,7 +54,9 @@ def prefill_tile(dim: int, dtype: torch.dtype) -> Tile:
         return Tile(queries=32, keys=32, warps=4, stages=1)
     if dim <= 64:
         return Tile(queries=128, keys=64, warps=4, stages=3)
-    return Tile(queries=128, keys=64, warps=8, stages=3 if dim <= 128 else 2)
+    if dim <= 128:
+        return Tile(queries=256, keys=64, warps=8, stages=3)
+    return Tile(queries=128, keys=64, warps=8, stages=2)
 
 
 def decode_splits(rows: int, kv_heads: int, longest: int) -> int:
@@ -89,8 +91,7 @@ def _decode(
     sinks,  # pointer to float32 [HEADS]; anything if not SINKS or several splits
     out,  # pointer to [rows, HEADS, DIM]; used if there is one split
     sums,  # pointer to float32 [rows, HEADS, splits, DIM]; used if there are several
-    tops,  # pointer to float32 [2, rows, HEADS, splits]: largest logit (base 2), sum of the powers below it
-    rows,
+    tops,  # pointer to float32 [rows, HEADS, splits, 2]: largest logit (base 2), sum of the powers below it
     q_rise,
     table_rise,
     page_rise,
@@ -155,8 +156,8 @@ def _decode(
         )
     else:
         piece = (row * HEADS + head) * SPLITS + split
-        tl.store(tops + piece, top, mask=own)
-        tl.store(tops + rows.to(tl.int64) * HEADS * SPLITS + piece, weight, mask=own)
+        tl.store(tops + 2 * piece, top, mask=own)
+        tl.store(tops + 2 * piece + 1, weight, mask=own)
         tl.store(sums + piece[:, None] * DIM + column[None, :], total, mask=(own & (weight > 0))[:, None])
 
 
@@ -166,7 +167,6 @@ def _join(
     tops,
     sinks,
     out,
-    rows,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -176,8 +176,8 @@ def _join(
     own = tl.program_id(0).to(tl.int64)
     piece = own * SPLITS + tl.arange(0, SPLITS)
     column = tl.arange(0, DIM)
-    top = tl.load(tops + piece)
-    weight = tl.load(tops + rows.to(tl.int64) * HEADS * SPLITS + piece)
+    top = tl.load(tops + 2 * piece)
+    weight = tl.load(tops + 2 * piece + 1)
     total = tl.load(sums + piece[:, None] * DIM + column[None, :], mask=(weight > 0)[:, None], other=0.0)
     highest = tl.max(top, 0)
     sink = tl.load(sinks + own % HEADS) * 1.4426950408889634 if SINKS else float("-inf")
@@ -221,7 +221,7 @@ def decode_attention(
         tops = torch.empty(2 * rows * heads * splits, dtype=torch.float32, device=q.device)
     part = kv[0, layer]
     _decode[(programs, splits)](
-        q, part[0], part[1], page_table, lengths, sums if sinks is None else sinks, out, sums, tops, rows,
+        q, part[0], part[1], page_table, lengths, sums if sinks is None else sinks, out, sums, tops,
         q.stride(0), page_table.stride(0), kv.stride(0), scale * _LOG2_E, window or 0,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, QUERIES=queries, KEYS=tile.keys, SPLITS=splits,
         WINDOWED=window is not None, SINKS=sinks is not None, EXACT=q.dtype is torch.float32,
@@ -229,7 +229,7 @@ def decode_attention(
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](
-            sums, tops, sums if sinks is None else sinks, out, rows,
+            sums, tops, sums if sinks is None else sinks, out,
             HEADS=heads, DIM=dim, SPLITS=splits, SINKS=sinks is not None, num_warps=4,
         )  # fmt: skip
     return out
