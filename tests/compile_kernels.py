@@ -18,6 +18,9 @@ from triton.runtime.jit import JITFunction
 from tailrace.kernels import (
     compressor,
     compressor_triton,
+    device_attention_triton,
+    device_sampling_triton,
+    device_step_triton,
     exact_topk_triton,
     experts_triton,
     hyper_connections,
@@ -29,6 +32,7 @@ from tailrace.kernels import (
     sparse_attention_triton,
 )
 from tailrace.kernels.device_memory import Memory
+from tailrace.kernels.device_sampling import ADVANCED, TEMPERATURE_ONLY, SamplingRows
 from tailrace.kernels.row_formats import PackedRows, RowFormat, fp4_groups, fp8_tiles, plain
 from tailrace.kernels.sparse_attention import PickedRows, RowRange
 
@@ -96,6 +100,33 @@ def launches() -> Iterator[str]:
         unit = page_read.unit_of(page_bytes)
         page_read_triton.read_spans(pool, pool, spans, page_bytes // unit, unit)
     yield "page read"
+    yield from device_launches()
+
+
+def device_launches() -> Iterator[str]:
+    """The kernels of a device step, at the dims and page sizes of published models."""
+    numbers, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    table, sinks, weight = torch.zeros(4, 2000, dtype=torch.int32), torch.zeros(32), torch.zeros(4096, dtype=BF16)
+    for dtype, dim, page, window in ((BF16, 64, 64, 128), (BF16, 128, 16, None), (BF16, 256, 16, None)):
+        kv, q = torch.zeros(3, 1, 2, 8, page, dim, dtype=dtype), torch.zeros(4, 32, dim, dtype=dtype)
+        options = {"scale": 1.0, "window": window, "sinks": sinks}
+        for rows in (1, 4):
+            device_attention_triton.decode_attention(q[:rows], kv, 0, table[:rows], numbers[:rows], **options)
+        device_attention_triton.decode_attention(q, kv, 0, table, numbers, splits=1, **options)
+        device_attention_triton.prefill_attention(q, kv, 0, starts, numbers, table, 300, **options)
+        turns, qkv = torch.zeros(4, 1, dim), torch.zeros(4, 48, dim, dtype=dtype)
+        norms = (weight[:dim], weight[:dim]) if dim == 128 else ()
+        device_step_triton.rotary_write(qkv, turns, turns, torch.zeros(4, dtype=torch.int64), kv, 0, *norms)
+        yield f"device attention {dim}"
+    for dtype in (torch.float32, BF16):
+        device_step_triton.add_rms_norm(torch.zeros(4, 4096), torch.zeros(4, 4096, dtype=dtype), weight, 1e-5)
+        device_step_triton.silu_mul(torch.zeros(4, 28672, dtype=dtype))
+    yield "device step"
+    logits, params = torch.zeros(4, 128256), SamplingRows(torch.device("cpu"), 4)
+    device_sampling_triton.argmax_rows(logits)
+    for variant in (TEMPERATURE_ONLY, ADVANCED):
+        device_sampling_triton.sample_rows(logits, params, variant)
+    yield "device sampling"
 
 
 def main() -> None:
