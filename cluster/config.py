@@ -306,7 +306,11 @@ class TailraceConfig(Section):
         False, "Receive and flush frames while waiting for the GPU.", status="prototype"
     )
     run_ahead: int = setting(
-        0, "Passes launched before the last one's tokens are known.", status="prototype", ge=0, le=1
+        0,
+        "Decode passes launched before the last one's tokens are known (device cuda).",
+        status="prototype",
+        ge=0,
+        le=1,
     )
     transfer_failure_policy: Literal["recompute", "fail"] = setting(
         "recompute", "A failed hand-off is recomputed, or fails its request with a typed error."

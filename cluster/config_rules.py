@@ -36,8 +36,11 @@ LATER: tuple[Later, ...] = (
     Later("transport", lambda v: v == "peer", NO_GPU_PATH),
     Later("peer_sms", lambda v: v is not None, NO_GPU_PATH),
     Later("defer_gen_receives", bool, NO_GPU_PATH),
-    Later("enable_client_io_during_gpu_wait", bool, NO_GPU_PATH),
-    Later("run_ahead", lambda v: v > 0, NO_GPU_PATH),
+    Later(
+        "enable_client_io_during_gpu_wait",
+        bool,
+        NO_GPU_PATH + ": frames are a thread's of their own, which never waits",
+    ),
     Later("host_cache_bytes", lambda v: v > 0, "the host tier is not in this release: use 0"),
     Later("host_cache_bind_to_gpu_numa_node", bool, NO_GPU_PATH),
     Later("allow_remote_numa_fallback", bool, "only has a meaning beside host_cache_bind_to_gpu_numa_node"),
@@ -141,6 +144,10 @@ def _device(c: TailraceConfig) -> Iterator[str]:
     for key in ("capture_batch_sizes", "sampling_variants"):
         if getattr(c, key) is not None and c.device != "cuda":
             yield f"{key}: CUDA graphs need device: cuda, said explicitly; it is {c.device!r}"
+    if c.run_ahead and c.device != "cuda":
+        yield f"run_ahead: {c.run_ahead} needs device: cuda, said explicitly; it is {c.device!r}"
+    if c.run_ahead and c.shadow_check_every:
+        yield f"run_ahead: {c.run_ahead} leaves no pause between passes, in which shadow_check_every computes"
     largest = max(c.capture_batch_sizes or (0,))
     if largest > c.max_batch_size:
         yield f"capture_batch_sizes: {largest} is over max_batch_size ({c.max_batch_size})"

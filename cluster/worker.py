@@ -367,7 +367,8 @@ class Worker:
             bound = relative_bound(self.compat.dtype, self.compat.codecs)
             shadow = ShadowConfig(config.shadow_check_every, bound, retry)
         hasher = BlockHasher(self.spec.secret.encode(), config.block_tokens) if config.backflow else None
+        ahead = self._on_device.engine if config.run_ahead and self._on_device is not None else None
         return GenLoop(
             self.engine, self.kv, self.node, decode, prefill, eos_ids=eos_ids, grammars=grammars, hasher=hasher,
-            shadow=shadow, drafting=Drafting(config.gen.drafts) if config.gen.drafts else None,
+            shadow=shadow, run_ahead=ahead, drafting=Drafting(config.gen.drafts) if config.gen.drafts else None,
         )  # fmt: skip

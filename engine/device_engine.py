@@ -19,7 +19,7 @@ from tailrace.engine.device_forward import DeviceForward, Flight, Pick
 from tailrace.engine.engine import NOT_FINITE, fail_undrawn
 from tailrace.engine.pages import compare_rows, copy_pages, poison
 from tailrace.engine.sampler import NO_TOKEN, Sampler, changes_logits, logprobs_of
-from tailrace.engine.step import Logprob, Row, RowResult, SamplerState, StepPlan
+from tailrace.engine.step import UNKNOWN, Logprob, Row, RowResult, SamplerState, StepPlan
 from tailrace.kernels.device_sampling import RowSampling
 
 _PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once when a prompt's logprobs are wanted
@@ -41,6 +41,7 @@ class DeviceEngine:
 
     def __init__(self, forward: DeviceForward) -> None:
         self._run, self._sampler = forward, Sampler()
+        self._drawn: dict[object, int] = {}  # by key of the last launched rows, which pick draws their token
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> list[RowResult]:
@@ -52,6 +53,20 @@ class DeviceEngine:
         for order in self._parts(plan.rows):
             results |= self._finish(self._launch(plan.rows, order))
         return [results[i] for i in range(len(plan.rows))]
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Launch a step of rows of one token, each drawn once and by the device (gen_worker/run_ahead.py), and do not
+        wait. Ids may be UNKNOWN. Between it and `collect` nothing else may be run but one more launch."""
+        launched = self._launch(plan.rows, list(range(len(plan.rows))))
+        self._drawn = {row.key: i for i, row in enumerate(launched.rows)}
+        return launched
+
+    @torch.inference_mode()
+    def collect(self, launched: Launched) -> list[RowResult]:
+        """Wait for the end of a launched step; in the order of launches. Results are in plan order."""
+        results = self._finish(launched)
+        return [results[i] for i in range(len(results))]
 
     @torch.inference_mode()
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -100,7 +115,8 @@ class DeviceEngine:
                     state.grammar.begin()
                 picks.append(Pick(number, _draw_of(state, row.start + len(row.ids))))
                 states.append(state)
-        return Launched(order, rows, picks, states, self._run.launch(rows, picks))
+        feed = [(i, self._drawn[row.key]) for i, row in enumerate(rows) if row.ids[0] == UNKNOWN]
+        return Launched(order, rows, picks, states, self._run.launch(rows, picks, feed))
 
     def _finish(self, part: Launched) -> dict[int, RowResult]:
         """By number in the plan."""

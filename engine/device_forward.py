@@ -130,6 +130,7 @@ class DeviceForward:
         self.book = GraphBook(capture)
         self._staged = StagedBuffers(device, {"picks": ((2 * rows + MAX_CHUNKS,), torch.int64)})
         self._picks = self._staged.tensors["picks"]
+        self._fed = StagedBuffers(device, {"rows": ((rows,), torch.int64), "picks": ((rows,), torch.int64)})
         self._sampling = SamplingRows(device, rows)
         self.hidden = torch.zeros(tokens, config.hidden_size, dtype=decoder.dtype, device=device)
         self.logits = torch.zeros(rows, config.vocab_size, dtype=torch.float32, device=device)
@@ -167,14 +168,15 @@ class DeviceForward:
             and sum(max(1, len(row.samplers)) for row in rows) <= self.max_picks
         )
 
-    def launch(self, rows: Sequence[Row], picks: Sequence[Pick]) -> Flight:
+    def launch(self, rows: Sequence[Row], picks: Sequence[Pick], feed: Sequence[tuple[int, int]] = ()) -> Flight:
         """Launch a step; what it gives is overwritten by the second launch after it.
 
         Args:
             rows: those of one token first; they `fits`.
             picks: by rising row.
+            feed: (row of one token, pick of the launch before): the row's id is what is drawn there.
         """
-        lasts = self._launch_body(rows)
+        lasts = self._launch_body(rows, feed)
         picked = [pick.row for pick in picks]
         others = [i for i in range(len(rows)) if i not in set(picked)] if len(picked) < len(rows) else []
         draws = [_GREEDY if pick.draw is None else pick.draw for pick in picks]
@@ -193,12 +195,12 @@ class DeviceForward:
             self._look(padded, padded + len(others))
         return Flight(self._send_back(), lasts, picked, others, padded)
 
-    def _launch_body(self, rows: Sequence[Row]) -> np.ndarray:
+    def _launch_body(self, rows: Sequence[Row], feed: Sequence[tuple[int, int]]) -> np.ndarray:
         """Returns where each row's last token stands in `hidden`: [rows] int64."""
         counts = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
         decode, tokens = int((counts == 1).sum()), int(counts.sum())
         spans = [self._span(row) for row in rows]
-        ids = np.concatenate([row.ids for row in rows])
+        ids = np.maximum(np.concatenate([row.ids for row in rows]), 0)  # UNKNOWN ones are fed
         key = None
         if decode == len(rows):
             padded = self.sizes.padded_rows(decode)
@@ -210,8 +212,22 @@ class DeviceForward:
             key = ("tokens", padded)
         else:
             shape = self.plan.fill(spans, ids=ids)
+        if feed:
+            self._feed(feed)
         self.book.run(key, partial(self._body, shape))
         return counts.cumsum() - 1
+
+    def _feed(self, feed: Sequence[tuple[int, int]]) -> None:
+        """Put tokens that were drawn on the device among the ids; NO_TOKEN, whose row has failed, becomes 0."""
+        count = len(feed)
+        if all(row == pick == i for i, (row, pick) in enumerate(feed)):
+            self.plan.ids[:count].copy_(self._out[0, :count].clamp(min=0))
+            return
+        into = self._fed.begin()
+        into["rows"][:count], into["picks"][:count] = zip(*feed, strict=True)
+        self._fed.send(("rows", "picks", count))
+        rows, picks = self._fed.tensors["rows"][:count], self._fed.tensors["picks"][:count]
+        self.plan.ids.index_copy_(0, rows, self._out[0].index_select(0, picks).clamp(min=0).long())
 
     def _span(self, row: Row) -> RowSpan:
         needed = -(-(row.start + len(row.ids)) // self._page_tokens)

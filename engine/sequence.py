@@ -1,6 +1,6 @@
 """One sequence of tokens and the pages that hold its state, from a loop's side of the engine.
 
-    num_known      tokens whose ids are known: prompt and output
+    num_known      tokens whose ids are known, to the host or to the device (`flying`): prompt and output
     num_computed   of them, those whose state is in the pages; the next row starts here
     remaining      what a prefill still has to compute; 1 while decoding (the last token's state is not there yet)
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tailrace.engine.step import Row, SamplerState
+from tailrace.engine.step import UNKNOWN, Row, SamplerState
 from tailrace.kv_cache.layout import SCRATCH_PAGE, Layout
 
 CopyPages = Callable[[Seq[int], Seq[int]], None]
@@ -49,6 +49,7 @@ class Sequence:
         chances: of each to be right if those before it are.
         snapshots_at: after so many tokens each the state pages are to be kept for others.
         last_token_at: clock of the last token.
+        flying: tokens that launched steps draw and nobody knows yet.
     """
 
     key: tuple[str, int]
@@ -70,11 +71,18 @@ class Sequence:
     last_token_at: float | None = None
     drafts: Seq[int] = ()
     chances: Seq[float] = ()
+    flying: int = 0
     _table: np.ndarray | None = None
 
     @property
     def num_known(self) -> int:
-        return self.num_prompt_tokens + len(self.output)
+        return self.num_prompt_tokens + len(self.output) + self.flying
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether a launched step draws its last token."""
+        state = self.samplers[0] if self.flying else None
+        return state is not None and state.num_output_tokens + self.flying >= state.params.max_tokens
 
     @property
     def remaining(self) -> int:
@@ -106,6 +114,8 @@ class Sequence:
         )
 
     def _ids(self, start: int, end: int) -> np.ndarray:
+        if self.flying:
+            return np.full(end - start, UNKNOWN, np.int32)
         prompt_end = self.num_prompt_tokens
         if start >= prompt_end:
             return np.array(self.output[start - prompt_end : end - prompt_end], np.int32)
@@ -125,7 +135,7 @@ class Sequence:
     def take_pages(self) -> list[int]:
         """Give up every page (SCRATCH_PAGE left out): the sequence starts again from nothing."""
         taken = [page for page in self.pages if page != SCRATCH_PAGE]
-        self.pages, self._table, self.num_computed = [], None, 0
+        self.pages, self._table, self.num_computed, self.flying = [], None, 0, 0
         return taken
 
     def take_pages_before(self, ordinal: int) -> list[int]:

@@ -19,6 +19,8 @@ import numpy as np
 
 from tailrace.model.sampling_params import SamplingParams
 
+UNKNOWN = -1  # as a row's id: the token that the step launched before draws for the same key
+
 
 class GrammarPlace(Protocol):
     """A sample's place in its grammar (engine/grammar.py), as a step sees it."""

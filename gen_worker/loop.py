@@ -29,7 +29,9 @@ from tailrace.engine.sequence import Chunk, Sequence, keep_snapshot, reserve
 from tailrace.engine.step import RowResult, SamplerState, StepPlan
 from tailrace.gen_worker.drafting import Drafting, count_unfit
 from tailrace.gen_worker.prefill_share import PrefillShare
-from tailrace.gen_worker.request import Request, echo_of, empty_delta, request_of_handoff, token_delta, why_unusable
+from tailrace.gen_worker.report import report
+from tailrace.gen_worker.request import Request, echo_of, empty_deltas, request_of_handoff, token_delta, why_unusable
+from tailrace.gen_worker.run_ahead import FlyingEngine, RunAhead
 from tailrace.gen_worker.scheduler import DecodeScheduler, Prefill
 from tailrace.gen_worker.shadow import ShadowChecks, ShadowConfig, ShadowEngine
 from tailrace.gen_worker.turns import publish_turn
@@ -65,6 +67,8 @@ class GenLoop:
         hasher: with it, full blocks of what was generated are published and offered to ctx (back-flow).
         shadow: checks some hand-offs against a computation of our own; None: none.
         drafting: decides about guesses of tokens to come, which the engine can make; None: there are none.
+        run_ahead: launches passes before the last one's tokens are known (run_ahead.py): the engine itself, if it is
+            one on a device; None: each pass ends before the next. Not beside `shadow` and `drafting`.
         clock: monotonic seconds, the same that stamps Arrived.
     """
 
@@ -81,6 +85,7 @@ class GenLoop:
         hasher: BlockHasher | None = None,
         shadow: ShadowConfig | None = None,
         drafting: Drafting | None = None,
+        run_ahead: FlyingEngine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.kv, self.node, self.scheduler, self.prefill = engine, kv, node, scheduler, prefill
@@ -88,6 +93,7 @@ class GenLoop:
         self._shadow = None if shadow is None else ShadowChecks(engine, kv, shadow, node.loop_stats)
         self._drafting = drafting
         self._clock = clock
+        self._ahead = None if run_ahead is None else RunAhead(run_ahead, kv, self._take_landed, clock)
         self.share = PrefillShare()
         self._requests: dict[Key, Request] = {}
         self._grammars: GrammarQueue[Request] = GrammarQueue(grammars)  # of _requests, whose grammar is being compiled
@@ -104,12 +110,16 @@ class GenLoop:
     def run_pass(self) -> bool:
         """One pass; False if there was nothing to compute."""
         self._admit()
+        flew = self._ahead is not None and self._ahead.goes_on(self.scheduler.rows(), not self.prefill)
         chunks = self._schedule()
-        if chunks:
+        launched = self._ahead is not None and not self.prefill and self._ahead.launch(chunks)
+        if self._ahead is not None and flew:
+            self._ahead.land()
+        elif chunks and not launched:
             self._stream(chunks, self._run(chunks))
         checked = self._check_shadow(bool(chunks))
         self._report()
-        return bool(chunks) or checked
+        return bool(chunks) or flew or checked
 
     # ---------------------------------------------------------------------------------------------------------- admit
 
@@ -258,7 +268,7 @@ class GenLoop:
     # ------------------------------------------------------------------------------------------------------- schedule
 
     def _schedule(self) -> list[Chunk]:
-        grown = [sequence for sequence in self.scheduler.rows() if self._grow(sequence)]
+        grown = [s for s in self.scheduler.rows() if not s.ends_in_flight and self._grow(s)]
         running = set(self.scheduler.running)
         chunks = [Chunk(sequence, sequence.remaining) for sequence in grown if sequence in running]
         if self._drafting is not None:
@@ -393,6 +403,11 @@ class GenLoop:
         self._computed += sum(chunk.num_rows for chunk in chunks)
         return results
 
+    def _take_landed(self, chunks: list[Chunk], results: list[RowResult], seconds: float) -> None:
+        self.share.measure(len(chunks), 0, seconds)
+        self._computed += len(chunks)
+        self._stream(chunks, results)
+
     # --------------------------------------------------------------------------------------------------------- stream
 
     def _stream(self, chunks: list[Chunk], results: list[RowResult]) -> None:
@@ -407,8 +422,11 @@ class GenLoop:
                 self._fail(request, result.code, result.error or "no token could be sampled", False)
                 continue
             last = chunk.last
-            chunk.sequence.num_computed += chunk.num_tokens
-            keep_snapshot(self.kv, chunk.sequence, self.engine.copy_pages)
+            if chunk.sequence.flying:
+                chunk.sequence.flying -= 1
+            else:
+                chunk.sequence.num_computed += chunk.num_tokens
+                keep_snapshot(self.kv, chunk.sequence, self.engine.copy_pages)
             if chunk.sequence is request.stem:
                 request.prompt_logprobs += result.prompt_logprobs
                 if last:
@@ -482,11 +500,7 @@ class GenLoop:
         stats.prefills.append(PrefillSample(mine, cached, others, stamps["prefill"], stamps["queue"]))
         if not stem.samplers:
             self._release(stem.take_pages())
-            start = len(stem.output)
-            return [
-                empty_delta(request.key, sample, start, echo if not sample else (), cached if not sample else 0, stamps)
-                for sample in range(request.samples)  # all there are, from 0: without tokens nothing was lost midway
-            ]
+            return empty_deltas(request.key, range(request.samples), len(stem.output), echo, cached, stamps)
         deltas: list[Delta] = []
         for state, token, logprob in zip(stem.samplers, result.tokens, result.logprobs, strict=True):
             finish = self._begin(request, stem, state, token, now)
@@ -564,27 +578,14 @@ class GenLoop:
             self._release(sequence.take_pages())
 
     def _release(self, pages: list[int]) -> None:
-        if pages:
+        if pages and (self._ahead is None or not self._ahead.keep(pages)):
             self.kv.release(pages)
 
     # ---------------------------------------------------------------------------------------------------------- report
 
     def _report(self) -> None:
-        now = self._clock()
-        requests = self._requests.values()
-        blocked = [s for s in self.prefill or () if not s.pages]
-        queued = [r.received for r in self.scheduler.waiting] + [s.received for s in blocked]
-        stats = self.node.loop_stats
-        stats.running = len(self.scheduler.running)
-        stats.queued = len(queued)
-        stats.queue_age_s = now - min(queued) if queued else 0.0
-        stats.headroom_pages = self.scheduler.oldest_growth(requests) + sum(
-            self.kv.layout.num_pages(s.num_known + 1) for s in blocked
-        )
-        if self.prefill is not None:
-            stats.prefill_tokens_queued = self.prefill.num_queued_tokens
-            stats.prefill_tokens_per_s = self.prefill.tokens_per_s
-        stats.stamp = now
+        layout, requests = self.kv.layout, self._requests.values()
+        report(self.node.loop_stats, requests, self.scheduler, self.prefill, layout, self._clock())
 
     def _check_books(self) -> None:
         """Once after a busy time, and only when nothing has come for a while: the recount looks at every page."""

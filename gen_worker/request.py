@@ -159,11 +159,21 @@ def token_delta(
     )
 
 
-def empty_delta(
-    key: Key, sample: int, start: int, prompt_logprobs: tuple[TokenLogprob, ...], cached: int, stamps: dict[str, float]
-) -> Delta:
-    """The only delta of a sample with max_tokens 0."""
-    return Delta(key[0], key[1], sample, start, b"", (), "length", None, prompt_logprobs, cached, stamps)
+def empty_deltas(
+    key: Key,
+    samples: Seq[int],
+    start: int,
+    prompt_logprobs: tuple[TokenLogprob, ...],
+    cached: int,
+    stamps: dict[str, float],
+) -> list[Delta]:
+    """The only delta of each sample with max_tokens 0: all there are, from 0, since without tokens nothing was lost
+    midway. The first carries what belongs to the whole request."""
+    deltas = []
+    for sample in samples:
+        once = ((), 0) if sample else (prompt_logprobs, cached)
+        deltas.append(Delta(key[0], key[1], sample, start, b"", (), "length", None, *once, stamps))
+    return deltas
 
 
 def echo_of(stem: Sequence, logprobs: list[Logprob]) -> tuple[TokenLogprob, ...]:

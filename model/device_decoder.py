@@ -17,9 +17,10 @@ from torch.nn import functional
 from tailrace.kernels.device_attention import HEAD_DIMS, decode_attention, prefill_attention
 from tailrace.kernels.device_plan import DevicePlan, PlanShape
 from tailrace.kernels.device_step import add_rms_norm, rotary_write, silu_mul
+from tailrace.kernels.few_rows import few_rows_gated, few_rows_linear, takes
 from tailrace.kernels.rotary import rotary_rows
 from tailrace.model.errors import ConfigError
-from tailrace.model.linear import DenseLinear
+from tailrace.model.linear import DenseLinear, Linear
 from tailrace.model.rope import frequencies
 from tailrace.model.weights import LayerWeights, Weights
 
@@ -29,6 +30,20 @@ def exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def _product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    """x: [rows, in_features] -> [rows, out_features]."""
+    if takes(x) and isinstance(linear, DenseLinear):
+        return few_rows_linear(x, linear.weight, linear.bias)
+    return linear(x)
+
+
+def _gated(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of gate_up_proj's output."""
+    if takes(x) and isinstance(linear, DenseLinear) and linear.bias is None:
+        return few_rows_gated(x, linear.weight)
+    return silu_mul(linear(x))
 
 
 class DeviceDecoder:
@@ -79,9 +94,9 @@ class DeviceDecoder:
         for index, layer in enumerate(self._layers):
             normed = add_rms_norm(hidden, part, layer.input_norm, eps, self.dtype)
             self._attend(layer, index, normed, (cos, sin), plan, shape, kv, attended)
-            part = layer.o_proj(attended.view(tokens, -1))
+            part = _product(layer.o_proj, attended.view(tokens, -1))
             normed = add_rms_norm(hidden, part, layer.post_norm, eps, self.dtype)
-            part = layer.down_proj(silu_mul(layer.gate_up_proj(normed)))
+            part = _product(layer.down_proj, _gated(layer.gate_up_proj, normed))
         return add_rms_norm(hidden, part, self._norm, eps, self.dtype)
 
     def _attend(
@@ -98,7 +113,7 @@ class DeviceDecoder:
         """normed: [tokens, hidden_size];  turns: cos, sin [tokens, 1, dim];  out: [tokens, heads, dim]."""
         config, rows, chunks = self.config, shape.decode_rows, shape.chunks
         scale, window = config.head_dim**-0.5, config.windows[index]
-        qkv = layer.qkv_proj(normed).view(len(normed), -1, config.head_dim)
+        qkv = _product(layer.qkv_proj, normed).view(len(normed), -1, config.head_dim)
         slots = plan.slots[: len(normed)]
         q = rotary_write(qkv, *turns, slots, kv, index, layer.q_norm, layer.k_norm, config.rms_norm_eps)
         if rows:
@@ -117,6 +132,8 @@ class DeviceDecoder:
         if hidden.is_cuda and self.dtype is not torch.float32:
             if out is None:
                 out = torch.empty(len(hidden), len(self._head), dtype=torch.float32, device=hidden.device)
+            if takes(hidden):
+                return few_rows_linear(hidden, self._head, None, out)
             return torch.ops.aten.mm.dtype_out(hidden, self._head.t(), torch.float32, out=out)
         logits = functional.linear(hidden.float(), self._head.float())  # the twin; in float32 nothing is copied
         return logits if out is None else out.copy_(logits)

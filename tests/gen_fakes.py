@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 from loop_fakes import EOS_IDS, Clock, FakeEngine, FakeNode, expected_tokens, handoff_of, make_kv, submit_of
 
 from tailrace.ctx_worker.scheduler import PrefillScheduler
+from tailrace.engine.step import UNKNOWN, Row, RowResult, StepPlan
 from tailrace.gen_worker.loop import GenLoop
 from tailrace.gen_worker.scheduler import DecodeScheduler
 from tailrace.gen_worker.shadow import ShadowConfig
@@ -15,6 +20,56 @@ from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, FaultsSet, Key
 from tailrace.transfer.messages import Handoff
+
+
+class LateEngine:
+    """A fake engine whose launched steps run when they are collected, as late as a device may run them. A page that
+    such a step will write must not be given up before that: poison, which comes with it, would find it."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.flights: deque[StepPlan] = deque()
+        self.tokens: dict[object, int] = {}
+        self.launches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def step(self, plan: StepPlan) -> list[RowResult]:
+        assert not self.flights, "a step that does not wait for the one that flies"
+        return self.engine.step(plan)
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        assert len(self.flights) < 2, "three steps at once"
+        assert all(len(row.ids) == 1 and len(row.samplers) == 1 for row in plan.rows)
+        self.launches += 1
+        self.flights.append(plan)
+        return plan
+
+    def collect(self, plan: StepPlan) -> list[RowResult]:
+        assert self.flights[0] is plan, "out of order"
+        results = self.engine.step(StepPlan([self._fed(row) for row in plan.rows]))
+        self.tokens = {r.key: r.tokens[0] for r in results if r.tokens}
+        self.flights.popleft()
+        return results
+
+    def _fed(self, row: Row) -> Row:
+        if row.ids[0] != UNKNOWN:
+            return row
+        return replace(row, ids=np.array([self.tokens.get(row.key, 0)], np.int32))
+
+    def written(self) -> set[int]:
+        """Pages that launched steps will write."""
+        size = self.engine.kv.layout.tokens_per_page
+        return {int(row.pages[row.start // size]) for plan in self.flights for row in plan.rows}
+
+    def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        assert not self.written() & {*src, *dst}
+        self.engine.copy_pages(src, dst)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        assert not self.written() & set(pages), "a page is given up that a launched step will write"
+        self.engine.poison(pages)
 
 
 class Gen:
@@ -30,11 +85,14 @@ class Gen:
         tokens_per_page: int = 4,
         shadow: ShadowConfig | None = None,
         hasher: BlockHasher | None = None,
+        ahead: bool = False,
     ) -> None:
         self.clock = Clock()
         self.window = window
         self.kv = make_kv(num_pages, window=window, tokens_per_page=tokens_per_page)
-        self.engine = FakeEngine(self.kv, self.clock, seconds_per_token=0.001)
+        self.engine: Any = FakeEngine(self.kv, self.clock, seconds_per_token=0.001)
+        if ahead:
+            self.engine = LateEngine(self.engine)
         self.node = FakeNode(self.kv)
         self.prefill = PrefillScheduler(budget) if prefill else None
         self.scheduler = DecodeScheduler(
@@ -42,7 +100,7 @@ class Gen:
         )
         self.loop = GenLoop(
             self.engine, self.kv, self.node, self.scheduler, self.prefill,
-            eos_ids=EOS_IDS, hasher=hasher, shadow=shadow, clock=self.clock,
+            eos_ids=EOS_IDS, hasher=hasher, shadow=shadow, run_ahead=self.engine if ahead else None, clock=self.clock,
         )  # fmt: skip
         self.node.events.append(FaultsSet(True))
         self.loop.run_pass()
@@ -78,6 +136,11 @@ class Gen:
         submit = submit_of(name, prompt, leg="local", **options)
         self.node.events.append(Arrived(submit, self.clock.now))
         return (submit.request, submit.attempt)
+
+    def given_up(self) -> set[int]:
+        """Pages that wait for a launched pass to land."""
+        flights = () if self.loop._ahead is None else self.loop._ahead._flights
+        return {page for flight in flights for page in flight.pages}
 
     def cancel(self, key: Key) -> None:
         self.node.events.append(Cancelled(key, "client"))

@@ -78,7 +78,7 @@ FIELDS = (
         "max_gen_init_admissions_per_pass": ([1, 8], [(0, "greater"), (5000, "less than or equal")]),
         "defer_gen_receives": ([False], [(True, "GPU path"), (1, "boolean")]),
         "enable_client_io_during_gpu_wait": ([False], [(True, "GPU path"), (0, "boolean")]),
-        "run_ahead": ([0], [(1, "GPU path"), (2, "less than or equal to 1")]),
+        "run_ahead": ([0], [(1, "needs device: cuda"), (2, "less than or equal to 1")]),
         "transfer_failure_policy": (["recompute", "fail"], [("retry", "recompute"), (None, "recompute")]),
         "handoff_mode": (["full"], [("bounded_replay_on_generation", "derived state"), ("half", "full")]),
         "replay": ([{}, {"encoder": None}], [({"encode": 1}, "did you mean 'encoder'"), (None, "dictionary")]),
@@ -211,6 +211,16 @@ RULES = {
         {"device": "cuda", "sampling_variants": ["greedy", "temperature_only"]},
         {"device": "auto", "sampling_variants": ["greedy", "temperature_only"]},
         "sampling_variants: CUDA graphs need device: cuda, said explicitly; it is 'auto'",
+    ),
+    "passes run ahead on a GPU": (
+        {"device": "cuda", "run_ahead": 1},
+        {"device": "cpu", "run_ahead": 1},
+        "run_ahead: 1 needs device: cuda, said explicitly; it is 'cpu'",
+    ),
+    "shadow checks compute between passes": (
+        {"device": "cuda", "shadow_check_every": 5},
+        {"device": "cuda", "shadow_check_every": 5, "run_ahead": 1},
+        "run_ahead: 1 leaves no pause between passes",
     ),
     "a captured batch may occur": (
         {"device": "cuda", "max_batch_size": 8, "capture_batch_sizes": [8]},
