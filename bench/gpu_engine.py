@@ -1,6 +1,7 @@
 """The engine on a GPU at the shape of an 8B Llama with random weights, through the worker's loop.
 
     gpu.decode_step.b1, .b64   tokens/s of one and of 64 sequences of 2k tokens   against byte_floor, transformers
+        .waiting               with run_ahead 0;  .device: the step's graphs alone, without a loop
     gpu.prefill.8192           tokens/s of a prompt of 8,192 tokens               against matrix_rate, transformers
     gpu.itl_p99, gpu.goodput.*, gpu.exposed.32k: need a ctx and a gen, each on a GPU of its own
 
@@ -44,6 +45,9 @@ from tailrace.transfer.messages import Handoff, Submit, pack_ids
 NAMES = {
     "gpu.decode_step.b1": ("tokens/s", "higher"),
     "gpu.decode_step.b64": ("tokens/s", "higher"),
+    "gpu.decode_step.b1.waiting": ("tokens/s", "higher"),
+    "gpu.decode_step.b64.waiting": ("tokens/s", "higher"),
+    "gpu.decode_step.b1.device": ("tokens/s", "higher"),
     "gpu.decode_step.b64.device": ("tokens/s", "higher"),
     "gpu.prefill.8192": ("tokens/s", "higher"),
     "gpu.itl_p99": ("ms", "lower"),
@@ -165,13 +169,18 @@ def handoff(name: str, tokens: int, max_tokens: int) -> Handoff:
     )  # fmt: skip
 
 
-def decode_passes(rig: Rig, engine: DeviceEngine, batch: int, passes: int, context: int = CONTEXT) -> list[float]:
-    """Seconds of each pass of a gen loop that decodes `batch` hand-offs of `context` tokens."""
+def decode_passes(
+    rig: Rig, engine: DeviceEngine, batch: int, passes: int, *, context: int = CONTEXT, ahead: bool = True
+) -> list[float]:
+    """Seconds of each pass of a gen loop that decodes `batch` hand-offs of `context` tokens; `ahead`: run_ahead 1."""
     node = SilentNode()
     scheduler = DecodeScheduler(
         rig.kv.layout, max_batch_size=batch, max_num_tokens=4 * batch, max_gen_init_admissions_per_pass=batch
     )
-    loop = GenLoop(engine, rig.kv, node, scheduler, PrefillScheduler(4 * batch), eos_ids=frozenset())  # pyright: ignore[reportArgumentType]
+    loop = GenLoop(
+        engine, rig.kv, node, scheduler, PrefillScheduler(4 * batch), eos_ids=frozenset(),  # pyright: ignore[reportArgumentType]
+        run_ahead=engine if ahead else None,
+    )  # fmt: skip
     for i in range(batch):
         pages = rig.kv.allocate(rig.kv.layout.num_pages(context))
         assert pages is not None
@@ -312,17 +321,21 @@ def _transformers(quick: bool) -> dict[str, float]:
 def _decode_rows(rig: Rig, batch: int, quick: bool, theirs: dict[str, float], what: dict[str, Any]) -> list[Row]:
     engine = rig.engine((batch,), 4 * batch)
     passes = 40 if quick else 200
-    runs = [decode_passes(rig, engine, batch, passes) for _ in range(3)]
-    rates = [batch / statistics.median(run) for run in runs]
-    value = statistics.median(rates)
+    samples: dict[str, list[float]] = {"ahead": [], "waiting": []}
+    for _ in range(3):
+        for way, rates in samples.items():
+            seconds = decode_passes(rig, engine, batch, passes, ahead=way == "ahead")
+            rates.append(batch / statistics.median(seconds))
+    samples["device"] = [batch / s for s in device_seconds(rig, engine, batch, 20 if quick else 100)]
     floor = batch * ceilings.bandwidth() / rig.floor_bytes(batch)
-    against = {"byte_floor": value / floor, "transformers": value / theirs[f"b{batch}"]}
-    samples = {"ours": rates, "pass_ms": [round(1000 * s, 4) for s in sorted(runs[1])]}
-    name = f"gpu.decode_step.b{batch}"
-    made = [Row(name, value, *NAMES[name], against, identity=what, samples=samples)]
-    if batch > 1:
-        alone = batch / statistics.median(device_seconds(rig, engine, batch, 20 if quick else 100))
-        made.append(Row(f"{name}.device", alone, *NAMES[name], {"byte_floor": alone / floor}, identity=what))
+    made = []
+    for way, rates in samples.items():
+        name = f"gpu.decode_step.b{batch}" + ("" if way == "ahead" else f".{way}")
+        value = statistics.median(rates)
+        against = {"byte_floor": value / floor}
+        if way == "ahead":
+            against["transformers"] = value / theirs[f"b{batch}"]
+        made.append(Row(name, value, *NAMES[name], against, identity=what, samples={"ours": rates}))
     return made
 
 

@@ -47,7 +47,8 @@ def test_the_loops_that_are_timed_decode_and_prefill(engine_bench):
     )  # fmt: skip
     rig = engine_bench.Rig.make(tiny, 64, "cpu")
     engine = rig.engine((4,), 64)
-    assert len(engine_bench.decode_passes(rig, engine, 4, 5, context=40)) == 5
+    for ahead in (True, False):
+        assert len(engine_bench.decode_passes(rig, engine, 4, 5, context=40, ahead=ahead)) == 5
     assert len(engine_bench.prefill_seconds(rig, engine, 64, 2)) == 2
     assert rig.kv.counts().used == 0
 
