@@ -131,8 +131,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     derive(config, open_source(config.model).config)
     secret = _secret(config)
     router = _deployment(Router, config, config.router, 1).bind(args, secret)
-    ctx = _deployment(CtxPool, config, config.ctx, config.ctx.replicas).bind(args, secret)
-    gen = _deployment(GenPool, config, config.gen, config.gen.replicas).bind(args, secret)
+    ctx = _deployment(CtxPool, config, config.ctx, config.ctx.replicas, gpus=config.gpus("ctx")).bind(args, secret)
+    gen = _deployment(GenPool, config, config.gen, config.gen.replicas, gpus=config.gpus("gen")).bind(args, secret)
     ingress = _deployment(
         serve.ingress()(Ingress),
         config,
@@ -144,9 +144,11 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def _deployment(
-    kind: type, config: TailraceConfig, place: Placement, replicas: int, **options: Any
+    kind: type, config: TailraceConfig, place: Placement, replicas: int, *, gpus: float = 0.0, **options: Any
 ) -> serve.Deployment:
     actor: dict[str, Any] = {"num_cpus": place.num_cpus}
+    if gpus:
+        actor["num_gpus"] = gpus
     if place.resources:
         actor["resources"] = place.resources
     if place.labels:

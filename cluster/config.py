@@ -148,6 +148,14 @@ class Pool(Placement):
         ge=1,
         le=1024,
     )
+    num_gpus: float | None = setting(
+        None,
+        "GPUs that a worker here asks Ray for; Ray shows a process no others. A part of one lets workers share it. "
+        "Unset: 1 with device cuda, else none.",
+        status="prototype",
+        ge=0,
+        le=1,
+    )
 
 
 class CtxPool(Pool):
@@ -473,6 +481,11 @@ class TailraceConfig(Section):
         said = "tokens_per_page" in self.model_fields_set
         own = self.pool(role).tokens_per_page
         return self.tokens_per_page if own is None and said else own
+
+    def gpus(self, role: str) -> float:
+        """GPUs that a worker of that pool asks Ray for."""
+        own = self.pool(role).num_gpus
+        return (1.0 if self.device == "cuda" else 0.0) if own is None else own
 
     def page_dtype(self, role: str) -> str:
         """dtype of the workers of that pool."""

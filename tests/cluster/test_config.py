@@ -191,6 +191,10 @@ FIELDS = (
             f"{where}.tp": ([1, 2, 4, 8], [(3, "1, 2, 4 or 8"), (0, "1, 2, 4 or 8")]),
             f"{where}.kv_bytes": ([None, 4096, "512MiB"], [("512 megs", "no size"), (1.5, "integer"), (0, "greater")]),
             f"{where}.threads": ([None, 1, 8], [(0, "greater"), (1.0, "integer")]),
+            f"{where}.num_gpus": (
+                [None, 0, 0.5, 1],
+                [(-0.5, "greater than or equal to 0"), (2, "less than"), ("1", "number")],
+            ),
             f"{where}.tokens_per_page": (
                 [None, 1, 8, 16, 64, 128],
                 [(0, "greater"), (24, f"{where}.tokens_per_page: 24 neither divides")],
@@ -467,6 +471,12 @@ def test_a_word_that_is_near_nothing_gets_no_suggestion():
     with pytest.raises(ConfigError) as caught:
         load_config({"zzzzqqqq": 1})
     assert str(caught.value) == "unknown key 'zzzzqqqq'"
+
+
+def test_workers_on_gpus_ask_for_one_each_unless_told():
+    assert [load_config({"device": d}).gpus("ctx") for d in ("auto", "cpu", "cuda")] == [0, 0, 1]
+    shared = load_config({"device": "cuda", "gen": {"num_gpus": 0.5}, "ctx": {"num_gpus": 0}})
+    assert (shared.gpus("gen"), shared.gpus("ctx")) == (0.5, 0)
 
 
 def test_all_problems_are_told_at_once():
