@@ -186,15 +186,22 @@ class DevicePlan:
             decode_rows=(num_decode, decode_rows), chunks=(len(others), chunks), tokens=(end, tokens),
             pages=(0, max((len(span.pages) for span in spans), default=0)),
         )  # fmt: skip
+        size = self._tokens_per_page
+        starts = np.fromiter((span.start for span in decode), np.int64, num_decode)
+        short = starts >= size * np.fromiter((len(span.pages) for span in decode), np.int64, num_decode)
+        if short.any():  # what stood in the buffer before would be taken for its page
+            span = decode[int(short.argmax())]
+            raise ValueError(f"a row's token {span.start} lies behind its {len(span.pages)} pages of {size}")
         into = self._buffers.begin()
-        size, places, slots = self._tokens_per_page, into["positions"], into["slots"]
+        places, slots = into["positions"], into["slots"]
         places[num_decode:tokens] = 0
         slots[num_decode:tokens] = 0
-        for i, span in enumerate(decode):
-            into["page_table"][i, : len(span.pages)] = span.pages
-            places[i] = span.start
-            slots[i] = int(span.pages[span.start // size]) * size + span.start % size
-            into["lengths"][i] = span.start + 1
+        for row, span in zip(into["page_table"], decode, strict=False):
+            row[: len(span.pages)] = span.pages
+        if decode:  # many rows a step, so not one by one
+            own = into["page_table"][np.arange(num_decode), starts // size].astype(np.int64)
+            places[:num_decode], into["lengths"][:num_decode] = starts, starts + 1
+            slots[:num_decode] = own * size + starts % size
         into["lengths"][num_decode:decode_rows] = 0
         into["chunk_starts"][: len(others) + 1] = np.concatenate(([0], new.cumsum()))
         into["chunk_starts"][len(others) + 1 : chunks + 1] = new.sum()

@@ -92,6 +92,13 @@ def test_a_step_that_does_not_fit_is_refused_with_its_numbers(sizes, padded, mes
         plan_of().fill(spans_of(*sizes), **padded)
 
 
+def test_a_row_whose_pages_end_before_its_token_is_refused():
+    plan, row = plan_of(), spans_of((37, 1))[0]
+    plan.fill([row])
+    with pytest.raises(ValueError, match="token 37 lies behind its 4 pages of 8"):
+        plan.fill([RowSpan(37, 1, row.pages[:4])])
+
+
 def test_a_slot_that_the_device_does_not_take_is_given_up_on(monkeypatch):
     class Never:
         def query(self) -> bool:
