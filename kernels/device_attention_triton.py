@@ -150,7 +150,7 @@ def _decode(
             shrink = tl.exp2(top - higher)
             weight = weight * shrink + tl.exp2(sink - higher)
             total *= shrink[:, None]
-        total = tl.where(length > 0, total / tl.where(weight > 0, weight, 1.0)[:, None], 0.0)
+        total = tl.where(length > 0, total / tl.where(weight != 0, weight, 1.0)[:, None], 0.0)
         tl.store(
             out + (row * HEADS + head)[:, None] * DIM + column[None, :], total.to(out.dtype.element_ty), own[:, None]
         )
@@ -158,7 +158,9 @@ def _decode(
         piece = (row * HEADS + head) * SPLITS + split
         tl.store(tops + 2 * piece, top, mask=own)
         tl.store(tops + 2 * piece + 1, weight, mask=own)
-        tl.store(sums + piece[:, None] * DIM + column[None, :], total, mask=(own & (weight > 0))[:, None])
+        tl.store(
+            sums + piece[:, None] * DIM + column[None, :], total, mask=(own & (weight != 0))[:, None]
+        )  # NaN as well
 
 
 @triton.jit
@@ -178,14 +180,14 @@ def _join(
     column = tl.arange(0, DIM)
     top = tl.load(tops + 2 * piece)
     weight = tl.load(tops + 2 * piece + 1)
-    total = tl.load(sums + piece[:, None] * DIM + column[None, :], mask=(weight > 0)[:, None], other=0.0)
+    total = tl.load(sums + piece[:, None] * DIM + column[None, :], mask=(weight != 0)[:, None], other=0.0)
     highest = tl.max(top, 0)
     sink = tl.load(sinks + own % HEADS) * 1.4426950408889634 if SINKS else float("-inf")
     base = tl.maximum(highest, sink)
     base = tl.where(base == float("-inf"), 0.0, base)
     power = tl.exp2(top - base)
     whole = tl.sum(weight * power, 0) + tl.exp2(sink - base)
-    result = tl.sum(total * power[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    result = tl.sum(total * power[:, None], 0) / tl.where(whole != 0, whole, 1.0)
     tl.store(out + own * DIM + column, result.to(out.dtype.element_ty))
 
 
@@ -366,7 +368,7 @@ def _prefill(
             shrink = tl.exp2(top - higher)
             weight = weight * shrink + tl.exp2(sink - higher)
             total *= shrink[:, None]
-        total = total / tl.where(weight > 0, weight, 1.0)[:, None]
+        total = total / tl.where(weight != 0, weight, 1.0)[:, None]
         place = (token * HEADS + head)[:, None] * DIM + column[None, :]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=own[:, None])
 
