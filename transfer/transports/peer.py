@@ -46,6 +46,7 @@ READ_LIMIT_S = 60.0  # of a gigabyte that takes 3 ms alone, on a device that oth
 CLOSE_LIMIT_S = 10.0
 SOON_S = 0.0002  # a read of a few pages ends within that
 _SOON_FOR_S = 0.005  # a longer one may as well be looked for each millisecond
+_SLICE = 32 << 10  # pages of one launch
 
 Clock = Callable[[], float]
 
@@ -206,7 +207,7 @@ class _Read:
 
     Attributes:
         waits: a copy of it is on the device.
-        since: when it came, or its last copy was launched.
+        since: when it came, or its last copy was launched; seconds of the clock.
     """
 
     def __init__(
@@ -218,7 +219,9 @@ class _Read:
         self._memory = mapping.hold()
         self._own, self._reader, self._hook = own, reader, hook
         self._units = UnitList.of(job.units)
+        self._unit = unit_of(own.bytes_per_page)
         self._num_copied = 0  # of the units, in their order
+        self._same: list[np.ndarray] = []  # of those judged so far: is the page's number unchanged?
         self._nbytes = 0
         self._begun = False
         self._error: str | None = None
@@ -234,18 +237,19 @@ class _Read:
         return all(self._steps)
 
     def result(self) -> ReadDone:
-        """After `advance` has said that it is over. The numbers are read here: behind the last copy."""
-        job, copied = self.job, self._units.src[: self._num_copied]
-        same = unchanged(Mapped((), self.mapping.generations), copied.pages, copied.generations)
+        """After `advance` has said that it is over."""
+        self._judge()
+        job, same = self.job, np.concatenate(self._same)
+        copied = self._units.src[: self._num_copied]
         self.mapping.let_go()
         ok, stale = (copied, ()) if same.all() else (copied.take(same), copied.take(~same))
         return ReadDone(job.job, job.key, ok, stale, self._error, self._nbytes, self._nbytes)
 
     def _run(self) -> Iterator[bool]:
         """Yields False where it is to be asked again."""
+        if self._error is None and self._hook is None:
+            yield from self._copy_all()
         if self._hook is None:
-            if self._error is None:
-                yield from self._copy(self._units)
             return
         for i, (descriptor, page) in enumerate(self._units):
             try:
@@ -255,32 +259,45 @@ class _Read:
                 self._error = str(error)
             if self._error is not None:
                 return
-            yield from self._copy(self._units[i : i + 1])
+            unit = self._units[i : i + 1]
+            yield from self._until(self._launch(unit), unit)
             self._spoil(descriptor.ordinal, page)
             yield True
 
-    def _copy(self, units: UnitList) -> Iterator[bool]:
-        if not units:
-            return
-        page_bytes = self._own.bytes_per_page
-        at, to = units.src.pages, units.dst
-        inside = (at > 0) & (at < self.mapping.info.num_pages)  # a page that the peer does not have is found stale
-        spans = np.stack((at[inside], to[inside]), 1)
-        self._begun = True
-        if len(spans):
-            unit = unit_of(page_bytes)
-            ticket = self._reader.read(
-                self._own.memory, self._memory, spans * (page_bytes // unit), page_bytes // unit, unit
-            )
-            yield from self._until(ticket)
-        self._nbytes += len(spans) * page_bytes
-        self._num_copied += len(units)
+    def _copy_all(self) -> Iterator[bool]:
+        """Each slice is prepared while the device copies those before, and judged while it copies those behind."""
+        starts = range(0, len(self._units), _SLICE)
+        slices = [self._units[low : low + _SLICE] for low in starts]
+        for units, ticket in [(units, self._launch(units)) for units in slices]:
+            yield from self._until(ticket, units)
+            self._judge()
 
-    def _until(self, ticket: Ticket) -> Iterator[bool]:
+    def _until(self, ticket: Ticket, units: UnitList) -> Iterator[bool]:
         self.waits = True
         while not ticket.done():
             yield False
         self.waits = False
+        self._num_copied += len(units)
+
+    def _judge(self) -> None:
+        """Look at the numbers of what has been copied and not been judged: behind the copy."""
+        done = sum(len(same) for same in self._same)
+        part = self._units.src[done : self._num_copied]
+        self._same.append(unchanged(Mapped((), self.mapping.generations), part.pages, part.generations))
+
+    def _launch(self, units: UnitList) -> Ticket:
+        length = self._own.bytes_per_page // self._unit
+        at, to = units.src.pages, units.dst
+        self._begun = True
+        inside = (at > 0) & (at < self.mapping.info.num_pages)
+        if not inside.all():  # a page that the peer does not have is found stale
+            at, to = at[inside], to[inside]
+        spans = np.empty((len(at), 2), np.int64)
+        np.multiply(at, length, out=spans[:, 0])
+        np.multiply(to, length, out=spans[:, 1])
+        self.since = self._clock()
+        self._nbytes += len(at) * self._own.bytes_per_page
+        return self._reader.read(self._own.memory, self._memory, spans, length, self._unit)
 
     def _spoil(self, ordinal: int, page: int) -> None:
         """As base.spoil, of a page on the device."""

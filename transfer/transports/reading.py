@@ -37,6 +37,8 @@ class Mapped:
 def unchanged(memory: Mapped, pages: np.ndarray, generations: np.ndarray) -> np.ndarray:
     """[n] bool: whether each page [n] int64 still has its generation [n] uint64; one out of range has not."""
     inside = (pages > 0) & (pages < len(memory.generations))
+    if inside.all():
+        return memory.generations[pages] == generations
     return inside & (memory.generations[np.where(inside, pages, 0)] == generations)
 
 
