@@ -275,8 +275,9 @@ class TailraceConfig(Section):
     # --- transfer
     transport: Literal["auto", "shm", "nixl", "in_process", "peer", "ucx", "ray"] = setting(
         "auto",
-        "How pages move: shm on one host, nixl or ucx between hosts; auto probes, in this order, which one works for a "
-        "pair. ray, the benchmarks' baseline, moves whole tensors through Ray's object store.",
+        "How pages move: shm on one host, nixl or ucx between hosts, peer on one host where pages stand on GPUs (no "
+        "other moves those); auto probes, in this order, which one works for a pair. ray, the benchmarks' baseline, "
+        "moves whole tensors through Ray's object store.",
     )
     codec: Literal["raw", "int8", "fp8", "int4", "lossless", "auto"] = setting(
         "raw",
@@ -303,7 +304,11 @@ class TailraceConfig(Section):
     )
     pairs_per_worker: int = setting(8, "Peers that one worker is paired with at once, at most.", ge=1, le=1024)
     peer_sms: int | None = setting(
-        None, "GPU programs of the peer read kernel at most.", status="prototype", ge=1, le=1024
+        None,
+        "GPU programs of the peer read kernel at most, each on an SM that computes less meanwhile; unset: 24.",
+        status="prototype",
+        ge=1,
+        le=1024,
     )
     gen_prompt_tail_tokens: int | None = setting(
         None, "Gen gets only this many last prompt ids; unset: the whole prompt.", ge=256

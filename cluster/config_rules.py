@@ -33,8 +33,6 @@ LATER: tuple[Later, ...] = (
         lambda v: v == "in_process",
         "is a test double inside one process, and ctx and gen are separate processes: use shm, nixl or ucx",
     ),
-    Later("transport", lambda v: v == "peer", NO_GPU_PATH),
-    Later("peer_sms", lambda v: v is not None, NO_GPU_PATH),
     Later("defer_gen_receives", bool, NO_GPU_PATH),
     Later(
         "enable_client_io_during_gpu_wait",
@@ -130,6 +128,10 @@ def unfit_for_cuda(c: TailraceConfig) -> Iterator[str]:
     for role in ("ctx", "gen"):
         if c.pool(role).tp > 1:
             yield f"{role}.tp: {c.pool(role).tp} ranks on GPUs are not in this release: use 1"
+    for key, values in (("dtype", c.page_dtype), ("tokens_per_page", c.page_tokens)):
+        if values("ctx") != values("gen"):
+            both = f"{values('gen')!r} and {values('ctx')!r} (ctx)"
+            yield f"gen.{key}: {both}, and pages on GPUs are read as they are"
     if c.transport in HOST_TRANSPORTS:
         yield f"transport: {c.transport!r} moves pages that stand in host memory: use auto"
     if c.backflow:
@@ -148,6 +150,10 @@ def _device(c: TailraceConfig) -> Iterator[str]:
         yield f"run_ahead: {c.run_ahead} needs device: cuda, said explicitly; it is {c.device!r}"
     if c.run_ahead and c.shadow_check_every:
         yield f"run_ahead: {c.run_ahead} leaves no pause between passes, in which shadow_check_every computes"
+    if c.transport == "peer" and c.device != "cuda":
+        yield f"transport: 'peer' reads pages on a GPU and needs device: cuda, said explicitly; it is {c.device!r}"
+    if c.peer_sms is not None and c.device == "cpu":
+        yield f"peer_sms: {c.peer_sms} programs of a GPU, and device is 'cpu'"
     largest = max(c.capture_batch_sizes or (0,))
     if largest > c.max_batch_size:
         yield f"capture_batch_sizes: {largest} is over max_batch_size ({c.max_batch_size})"

@@ -52,7 +52,7 @@ FIELDS = (
             ["auto", "shm", "nixl", "ucx"],
             [
                 ("in_process", "test double"),
-                ("peer", "GPU path"),
+                ("peer", "needs device: cuda"),
                 ("ray", "imply each other"),
                 ("tcp", "shm"),
             ],
@@ -70,7 +70,7 @@ FIELDS = (
         "landing_chunks": ([1, 8], [(0, "greater"), (2000, "less than or equal")]),
         "landing_chunk_bytes": ([4096, "4MiB"], [(4095, "greater"), ("4 MB", "no size")]),
         "pairs_per_worker": ([1, 8], [(0, "greater"), (True, "integer")]),
-        "peer_sms": ([None], [(16, "GPU path"), (0, "greater")]),
+        "peer_sms": ([None, 16, 1024], [(0, "greater"), (1025, "less than or equal"), (1.5, "integer")]),
         "gen_prompt_tail_tokens": (
             [None],
             [(256, "transceiver_runtime: python"), (255, "greater than or equal to 256")],
@@ -245,6 +245,26 @@ RULES = {
         {"device": "cuda", "transport": "auto"},
         {"device": "cuda", "transport": "shm"},
         "transport: 'shm' moves pages that stand in host memory: use auto",
+    ),
+    "peer reads GPUs' memory": (
+        {"device": "cuda", "transport": "peer"},
+        {"device": "auto", "transport": "peer"},
+        "transport: 'peer' reads pages on a GPU and needs device: cuda, said explicitly; it is 'auto'",
+    ),
+    "programs are a GPU's": (
+        {"device": "auto", "peer_sms": 16},
+        {"device": "cpu", "peer_sms": 16},
+        "peer_sms: 16 programs of a GPU, and device is 'cpu'",
+    ),
+    "pages on GPUs are alike": (
+        {"device": "auto", "gen": {"tokens_per_page": 32}},
+        {"device": "cuda", "gen": {"tokens_per_page": 32}},
+        "gen.tokens_per_page: 32 and 16 (ctx), and pages on GPUs are read as they are (device is 'cuda')",
+    ),
+    "numbers on GPUs are alike": (
+        {"device": "auto", "codec": "int8", "gen": {"dtype": "float32"}},
+        {"device": "cuda", "codec": "int8", "gen": {"dtype": "float32"}},
+        "gen.dtype: 'float32' and 'bfloat16' (ctx), and pages on GPUs are read as they are (device is 'cuda')",
     ),
     "nothing flows back from a GPU": (
         {"device": "auto", "backflow": True},
