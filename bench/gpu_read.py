@@ -1,7 +1,7 @@
 """Pages read from another process's pool on a device, through transport `peer`.
 
     gpu.read.{4k,16k,64k,1m}     GB/s of 1 GiB of pages in random order, completion included      against raw_peer_copy
-    gpu.read_int8.64k, _fp8.64k  GB/s of bfloat16 pages that ctx has packed: landing and unpacking  against raw_peer_copy
+    gpu.read_int8.64k, _fp8.64k  GB/s of bfloat16 pages that ctx packed: landing, unpacking     against raw_peer_copy
     gpu.read_beside_decode       GB/s while a kernel that only moves memory runs; .kept of its rate alone
     gpu.read_beside_prefill      GB/s while bfloat16 products run; .kept of their rate alone
 
@@ -160,7 +160,7 @@ class Reading:
 
     @property
     def mapped(self) -> Memory:
-        memory = self.transport._peers["ctx"].memory
+        memory = self.transport._peers["ctx"]._memory
         assert memory is not None
         return memory
 

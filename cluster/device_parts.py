@@ -14,6 +14,7 @@ from tailrace.engine.device_forward import DeviceForward
 from tailrace.engine.engine import TORCH_DTYPES
 from tailrace.kernels.device_memory import CudaIpc
 from tailrace.kernels.device_reads import CudaReader
+from tailrace.kernels.page_read import DEFAULT_PROGRAMS
 from tailrace.kv_cache.device_pool import DevicePool
 from tailrace.kv_cache.layout import PageLayout
 from tailrace.model.device_decoder import DeviceDecoder, exact_products
@@ -65,4 +66,5 @@ class DeviceParts:
 
     def transport(self, config: TailraceConfig, hook: PageHook | None) -> PeerTransport:
         """How this worker's pages and its peers' are read."""
-        return PeerTransport(self.pool, CudaReader(self.pool.memory.device), hook=hook)
+        programs = config.peer_sms or DEFAULT_PROGRAMS
+        return PeerTransport(self.pool, CudaReader(self.pool.memory.device, programs), hook=hook)

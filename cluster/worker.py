@@ -313,7 +313,7 @@ class Worker:
         if self._arenas is not None:
             self._arenas.unlink()
         if self._on_device is not None:
-            self._on_device.pool.close()
+            self._on_device.pool.unlink()
 
     # ---------------------------------------------------------------------------------------------- from other threads
 

@@ -53,16 +53,26 @@ def _read_spans(
 ):
     """grid (programs,)."""
     row, column = tl.arange(0, ROWS), tl.arange(0, PIECE)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        number = tile * ROWS + row.to(tl.int64)
-        span = number // pieces
-        inside = span < n
-        word = ((number - span * pieces) * PIECE)[:, None] + column[None, :]
+    first, step = tl.program_id(0), tl.num_programs(0)
+    span, inside = _span_of(first, row, pieces, n, ROWS)
+    at = tl.load(spans + 2 * span, mask=inside, other=0)
+    to = tl.load(spans + 2 * span + 1, mask=inside, other=0)
+    for tile in tl.range(first, tiles, step, num_stages=STAGES):
+        next_span, next_inside = _span_of(tile + step, row, pieces, n, ROWS)  # so that no load of data waits for it
+        next_at = tl.load(spans + 2 * next_span, mask=next_inside, other=0)
+        next_to = tl.load(spans + 2 * next_span + 1, mask=next_inside, other=0)
+        word = ((tile * ROWS + row - span * pieces) * PIECE)[:, None] + column[None, :]
         mask = inside[:, None] & (word < units * UNIT)
-        at = tl.load(spans + 2 * span, mask=inside, other=0) * UNIT  # 64 bits: a pool passes 2^31 words
-        to = tl.load(spans + 2 * span + 1, mask=inside, other=0) * UNIT
-        x = tl.load(src + at[:, None] + word, mask=mask)
-        tl.store(dst + to[:, None] + word, x, mask=mask)
+        x = tl.load(src + (at * UNIT)[:, None] + word, mask=mask)  # 64 bits: a pool passes 2^31 words
+        tl.store(dst + (to * UNIT)[:, None] + word, x, mask=mask)
+        span, inside, at, to = next_span, next_inside, next_at, next_to
+
+
+@triton.jit
+def _span_of(tile, row, pieces, n, ROWS: tl.constexpr):
+    """The span of each row of a tile, and whether there is one."""
+    span = (tile * ROWS + row) // pieces
+    return span, span < n
 
 
 class _Words:
@@ -94,6 +104,8 @@ def read_spans(
     piece = min(triton.next_power_of_2(words), tile)
     rows, pieces = tile // piece, triton.cdiv(words, piece)
     tiles = triton.cdiv(n * pieces, rows)
+    if (tiles + programs) * rows >= 1 << 31:
+        raise ValueError(f"{n} spans of {length} units of {unit} bytes are more than one launch takes")
     _read_spans[(min(programs, tiles),)](
         _pointer(dst, dtype), _pointer(src, dtype), spans, n, length, pieces, tiles,
         UNIT=unit // dtype.itemsize, ROWS=rows, PIECE=piece, STAGES=shape.stages, num_warps=shape.warps,

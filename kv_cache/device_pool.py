@@ -91,9 +91,14 @@ class DevicePool:
         )
         return pool
 
-    def close(self) -> None:
-        """Give the memory back and remove the arena's name; nothing may run on the device that uses a page."""
+    def unlink(self) -> None:
+        """Remove the arena's name. The memory goes with the process: peers that map it may still be reading, and what
+        they would read of memory that its owner has freed is undefined."""
         self.arena.unlink()
+
+    def close(self) -> None:
+        """Give the memory back, too: where no peer maps it, and nothing on the device uses a page."""
+        self.unlink()
         self.pages = torch.empty(0, 0, dtype=torch.uint8)
         self.provider.close(self.memory)
 

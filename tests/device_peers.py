@@ -165,6 +165,10 @@ class PoolArena:
         self.pages: Any = pool.pages.numpy() if pool.pages.device.type == "cpu" else _DevicePages(pool.pages)
 
     def unlink(self) -> None:
+        self.pool.unlink()
+
+    def close(self) -> None:
+        """Where nobody maps it."""
         self.pages = None
         self.pool.close()
 

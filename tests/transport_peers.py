@@ -491,7 +491,10 @@ class Gen:
         for ctx in self.ctxs.values():
             ctx.close()
         self.transport.close()
-        self.arena.unlink()
+        if isinstance(self.arena, PoolArena):
+            self.arena.close()
+        else:
+            self.arena.unlink()
 
 
 def landed_chunk(gen: Gen, landed: Landed) -> np.ndarray:

@@ -49,11 +49,13 @@ def test_a_mapping_is_closed_when_its_pair_ends_but_not_under_a_read(make_gen):
     assert move.jobs and provider.closed == [], "closed under a read"
     reader.gate.set()
     gen.finish(move)
-    assert len(move.ok) == len(SRC) and len(provider.closed) == 1
+    assert len(move.ok) == len(SRC)
+    wait_for(lambda: len(provider.closed) == 1, "the mapping to be closed")
     assert_moved(gen, units, owner=1)
     gen.pair(ctx)
+    assert gen.transport.probe("c1")
     gen.transport.disconnect("c1")
-    assert len(provider.closed) == 2
+    wait_for(lambda: len(provider.closed) == 2, "the mapping to be closed")
 
 
 def test_a_probe_under_way_keeps_the_mapping_open(make_gen):
@@ -63,12 +65,13 @@ def test_a_probe_under_way_keeps_the_mapping_open(make_gen):
     found: list[bool] = []
     probe = threading.Thread(target=lambda: found.append(gen.transport.probe("c1")))
     probe.start()
-    wait_for(lambda: reader.launched, "the probe's read")
+    wait_for(lambda: reader.launched == 3, "the probe's reads")
     gen.transport.disconnect("c1")
     assert provider.closed == [], "closed under a probe"
     reader.gate.set()
     probe.join(10)
-    assert found == [True] and len(provider.closed) == 1
+    assert found == [True]
+    wait_for(lambda: len(provider.closed) == 1, "the mapping to be closed")
 
 
 def test_a_probe_that_brings_other_bytes_than_the_known_fails(make_gen):
@@ -101,7 +104,8 @@ def test_a_ctx_killed_under_a_read_and_started_again_is_read_from_both_boots(mak
     gen.finish(move, after)
     assert_moved(gen, units, owner=1)
     assert_moved(gen, fresh, owner=2)
-    assert len(provider.closed) == 1, "the dead one's memory is given back, the other's is not"
+    wait_for(lambda: provider.closed, "the dead one's memory to be given back")
+    assert len(provider.closed) == 1, "the other's is not"
     old.close()
     assert_quiet(gen)
 
@@ -149,7 +153,6 @@ def test_closing_waits_for_reads_under_way_no_longer_than_it_says(make_gen, monk
         ({"bytes_per_page": 2048}, "2048 bytes, ours 4096"),
         ({"num_pages": -64}, "-64 pages"),
         ({"known_at": 1 << 40}, "in memory of"),
-        ({"handle": b"1/fd/99999"}, "no memory behind"),
         ({"arena": "tailrace-a-b-nobody"}, "cannot be opened"),
         ({"arena": "../x"}, "not an arena name"),
         ({"nbytes": "many"}, "not of version 1"),
@@ -162,6 +165,18 @@ def test_what_a_peer_says_wrongly_of_its_memory_is_refused_by_name(make_gen, cha
     with pytest.raises(PeerError, match=why):
         gen.transport.connect("c2", replace(info, **change).packed())
     assert "c2" not in gen.transport._peers
+
+
+def test_memory_that_is_gone_fails_the_probe_and_every_read_with_its_reason(make_gen, caplog):
+    gen, ctx, units = paired(make_gen)
+    info = replace(PoolInfo.unpack(ctx.transport.info_for("x")), handle=b"1/fd/99999")
+    gen.transport.connect("c2", info.packed())
+    with caplog.at_level(logging.WARNING):
+        assert not gen.transport.probe("c2")
+    assert "no memory behind" in caplog.records[0].fields["reason"]
+    gen.transport.read(ReadJob(9, KEY, "c2", tuple(units)))
+    (done,) = gen.transport.poll()
+    assert "no memory behind" in (done.error or "") and not done.units_ok
 
 
 def test_pages_that_need_a_conversion_are_refused(make_gen):
@@ -253,6 +268,8 @@ def test_a_pool_gives_its_memory_and_its_name_back():
     assert isinstance(reader, SharedReader) and isinstance(PeerTransport(arena.pool, reader), PeerTransport)
     room = arena.pool.provider.room
     arena.unlink()
+    assert arena.pool.provider.room == room, "a peer may be reading"
+    arena.close()
     assert arena.pool.provider.room == room + 8 * 4096 + 2 * KNOWN_BYTES
     assert not os.path.exists(f"/dev/shm/{arena.name}")
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from tailrace.kernels.device_memory import Memory
 from tailrace.kernels.device_reads import Reader, Ticket
 from tailrace.kernels.page_read import unit_of
 from tailrace.kv_cache.arena import known_bytes
@@ -82,6 +83,7 @@ class PeerTransport:
         self._peers: dict[str, PeerMapping] = {}
         self._jobs: dict[int, _Read] = {}
         self._done: list[ReadDone] = []
+        self._ended: list[PeerMapping] = []  # of former pairs; some may not be closed yet
         self._probing = threading.Lock()  # there is room for one peer's known bytes
 
     # --------------------------------------------------------------------------------------------------------- pairing
@@ -103,13 +105,22 @@ class PeerTransport:
         self._peers[boot] = mapping
 
     def probe(self, boot: str) -> bool:
-        """Whether the known bytes behind the peer's pages come over; the kernel is compiled by the way."""
+        """Whether the known bytes behind the peer's pages come over. A scratch page goes first, so that no request
+        waits for the kernel to be compiled for pages of this size."""
         mapping = self._peers.get(boot)
         if mapping is None:
             return False
-        memory, own = mapping.hold(), self._pool
+        own = self._pool
+        try:
+            memory = mapping.hold()
+        except PeerError as error:
+            log.warning("peer_not_mapped", extra={"fields": {"boot": boot, "reason": str(error)}})
+            return False
         try:
             with self._probing:
+                unit = unit_of(own.bytes_per_page)
+                scratch = np.zeros((1, 2), np.int64)
+                self._reader.read(own.memory, memory, scratch, own.bytes_per_page // unit, unit)
                 unit = unit_of(mapping.info.known_at, own.landing_at)
                 spans = np.array([[mapping.info.known_at // unit, own.landing_at // unit]], np.int64)
                 self._reader.read(own.memory, memory, spans, KNOWN_BYTES // unit, unit)
@@ -126,10 +137,11 @@ class PeerTransport:
         for read in self._jobs.values():
             if read.job.boot == boot:
                 read.drop("the mapping of the peer's memory was closed")
-        mapping.let_go()
         running = sum(read.job.boot == boot for read in self._jobs.values())
         if running:
-            log.info("mapping_closes_later", extra={"fields": {"boot": boot, "reads": running}})
+            log.info("peer_unmapped_later", extra={"fields": {"boot": boot, "reads": running}})
+        self._ended = [former for former in self._ended if not former.wait_closed(0)] + [mapping]
+        mapping.let_go()
 
     # --------------------------------------------------------------------------------------------------------- reading
 
@@ -138,7 +150,12 @@ class PeerTransport:
         if mapping is None:
             self._done.append(ReadDone(job.job, job.key, (), (), f"no memory of {job.boot} is mapped"))
             return
-        read = _Read(job, mapping, self._pool, self._reader, self._hook, self._clock)
+        try:
+            memory = mapping.hold()
+        except PeerError as error:
+            self._done.append(ReadDone(job.job, job.key, (), (), str(error)))
+            return
+        read = _Read(job, mapping, memory, self._pool, self._reader, self._hook, self._clock)
         self._jobs[job.job] = read
         read.advance()
 
@@ -180,6 +197,9 @@ class PeerTransport:
         left = sum(read.waits for read in self._jobs.values())
         if left:  # the end of the process closes the mapping
             log.error("reads_unfinished", extra={"fields": {"reads": left, "limit_s": CLOSE_LIMIT_S}})
+            return
+        for mapping in self._ended:
+            mapping.wait_closed(max(0.0, end - time.monotonic()))
 
     # -------------------------------------------------------------------------------------------- landing: not our kind
 
@@ -203,7 +223,7 @@ class PeerTransport:
 
 
 class _Read:
-    """One ReadJob under way.
+    """One ReadJob under way; holds the mapping until its result.
 
     Attributes:
         waits: a copy of it is on the device.
@@ -211,12 +231,19 @@ class _Read:
     """
 
     def __init__(
-        self, job: ReadJob, mapping: PeerMapping, own: DevicePool, reader: Reader, hook: PageHook | None, clock: Clock
+        self,
+        job: ReadJob,
+        mapping: PeerMapping,
+        memory: Memory,
+        own: DevicePool,
+        reader: Reader,
+        hook: PageHook | None,
+        clock: Clock,
     ) -> None:
         self.job, self.mapping, self._clock = job, mapping, clock
         self.since = clock()
         self.waits = False
-        self._memory = mapping.hold()
+        self._memory = memory
         self._own, self._reader, self._hook = own, reader, hook
         self._units = UnitList.of(job.units)
         self._unit = unit_of(own.bytes_per_page)

@@ -73,16 +73,18 @@ class PoolInfo:
 
 
 class PeerMapping:
-    """A peer's pool as it is mapped here.
+    """A peer's pool as it is mapped here: opened by the first who needs it, closed when the last lets go.
+
+    To open takes 0.1 s, and to close waits for what the device has been given to do, so neither is done by the transfer
+    thread: a probe opens, a thread of its own closes.
 
     Attributes:
         info: by which it was made.
-        memory: None once it is closed.
         generations: [num_pages] uint64, read-only; stays while somebody keeps it.
     """
 
     def __init__(self, provider: MemoryProvider, info: PoolInfo) -> None:
-        """Raises PeerError if the memory or the numbers are not there."""
+        """Held by the caller. Raises PeerError if the numbers are not there, or the memory cannot be ours to map."""
         if info.provider != provider.name:
             raise PeerError(f"the peer's memory is handed over by {info.provider}, ours by {provider.name}")
         self.info, self._provider = info, provider
@@ -90,30 +92,48 @@ class PeerMapping:
         self.generations: np.ndarray = self._arena.generations
         if len(self.generations) != info.num_pages:
             raise PeerError(f"{info.arena} has {len(self.generations)} generation numbers for {info.num_pages} pages")
-        try:
-            self.memory: Memory | None = provider.open(info.handle, info.nbytes)
-        except DeviceError as error:
-            raise PeerError(str(error)) from None
+        self._memory: Memory | None = None
         self._lock = threading.Lock()
         self._holds = 1
-        fields = {"arena": info.arena, "bytes": info.nbytes, "same_card": info.device == provider.identity}
-        log.info("device_memory_mapped", extra={"fields": fields})
+        self._closing: threading.Thread | None = None
 
     def hold(self) -> Memory:
-        """Keep it open until `let_go`. Not after the last hold has been let go."""
+        """Keep it open until `let_go`. Raises PeerError if the memory is not there; nothing is held then."""
         with self._lock:
-            assert self.memory is not None and self._holds > 0
+            assert self._holds > 0, "the mapping is closed"
+            if self._memory is None:
+                self._memory = self._open()
             self._holds += 1
-            return self.memory
+            return self._memory
 
     def let_go(self) -> None:
-        """The last one closes it, from whichever thread; nothing reads it any more."""
+        """Nothing of this holder reads it any more."""
         with self._lock:
             self._holds -= 1
-            memory = self.memory if self._holds == 0 else None
-            if memory is None:
-                return
-            self.memory = None
-        self._provider.close(memory)
-        self._arena.close()
-        log.info("device_memory_unmapped", extra={"fields": {"arena": self.info.arena, "bytes": self.info.nbytes}})
+            if self._holds == 0:
+                self._closing = threading.Thread(target=self._close, name="peer-unmap", daemon=True)
+                self._closing.start()
+
+    def wait_closed(self, limit_s: float) -> bool:
+        """Whether it is closed within this time."""
+        if self._closing is not None:
+            self._closing.join(limit_s)
+        return self._closing is not None and not self._closing.is_alive()
+
+    def _open(self) -> Memory:
+        info = self.info
+        try:
+            memory = self._provider.open(info.handle, info.nbytes)
+        except DeviceError as error:
+            raise PeerError(str(error)) from None
+        same = info.device == self._provider.identity
+        log.info("peer_mapped", extra={"fields": {"arena": info.arena, "bytes": info.nbytes, "same_card": same}})
+        return memory
+
+    def _close(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._provider.close(memory)
+            log.info("peer_unmapped", extra={"fields": {"arena": self.info.arena, "bytes": self.info.nbytes}})
+        self.generations = np.empty(0, np.uint64)
+        self._arena.close()  # last: by this mapping a successor that waits for the memory sees that it is not back yet
