@@ -58,14 +58,6 @@ class Drafter(Protocol):
         ...
 
 
-def num_right(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many leading drafts are what was drawn in their place. drawn[i] stands in the place of drafts[i]."""
-    count = 0
-    while count < len(drafts) and drafts[count] == drawn[count]:
-        count += 1
-    return count
-
-
 class BlockDrafter:
     """Asks a decoder's own draft block, whose state is rows of the sequence."""
 

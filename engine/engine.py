@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from tailrace.engine.drafts import Ask, BlockDrafter, Drafter, num_right
+from tailrace.engine.drafts import Ask, BlockDrafter, Drafter
 from tailrace.engine.forward import Forward, padded_rows
 from tailrace.engine.group import Followers
 from tailrace.engine.pages import compare_rows, copy_pages, poison
@@ -21,6 +21,7 @@ from tailrace.engine.sampler import NO_TOKEN, Sampler, logprobs_of
 from tailrace.engine.step import Logprob, Row, RowResult, SamplerState, StepPlan
 from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout, RowLayout
 from tailrace.model.decoder import Decoder
+from tailrace.model.draft_rows import num_accepted
 from tailrace.model.errors import ConfigError
 from tailrace.model.family import DraftingRowDecoder, RowDecoder
 
@@ -191,7 +192,7 @@ class Engine:
             row, result = rows[i], results[i]
             mine = [next(drawn) for _ in range(len(row.samplers) * (row.num_drafts + 1))]
             if row.num_drafts:
-                mine = mine[: 1 + num_right(row.ids[row.num_kept :].tolist(), [token for token, _ in mine])]
+                mine = mine[: 1 + num_accepted(row.ids[row.num_kept :].tolist(), [token for token, _ in mine])]
             result.tokens = [token for token, _ in mine]
             result.logprobs = [logprob for _, logprob in mine]
             if NO_TOKEN in result.tokens:

@@ -36,12 +36,15 @@ class RowSpan:
 
     `num_drafts`: the last so many tokens are guesses. Rows that grow with the sequence may be written for them, since
     who comes back to such a position writes it again before anybody reads it; what is overwritten in place may not.
+    `upper_from`: of a family that can begin its upper layers late (model/replay.py): they know nothing of tokens before
+    this position. A row ends there, or begins there, and ends before it only if they are not wanted at all.
     """
 
     start: int
     num_new: int
     pages: np.ndarray
     num_drafts: int = 0
+    upper_from: int = 0
 
     @property
     def num_kept(self) -> int:

@@ -16,6 +16,7 @@ that the block before computed (single-pass mHC). Source: DeepSeek V4.1's model 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch.nn import functional
@@ -39,10 +40,11 @@ from tailrace.model.csa2_config import (
     main_field,
     pending_field,
 )
-from tailrace.model.csa2_draft import Csa2Draft, num_accepted
+from tailrace.model.csa2_draft import Csa2Draft
 from tailrace.model.csa2_layers import Role
 from tailrace.model.csa2_step import SequencePart, Windows, best_blocks, plan_windows, write_ring
 from tailrace.model.csa2_weights import Csa2Weights, load_weights
+from tailrace.model.draft_rows import num_accepted
 from tailrace.model.engram import NOTHING, EngramHash, EngramWeights, RowsAhead, read_token_map, write_memory
 from tailrace.model.errors import ConfigError
 from tailrace.model.family import Progress
@@ -95,26 +97,49 @@ class Csa2Decoder:
         pool: RowPool,
         rows: Sequence[RowSpan],
         num_layers: int | None = None,
+        *,
+        with_features: bool = False,
     ) -> torch.Tensor:
         """As RowDecoder says. With num_layers = config.boundary the boundary's rows are made as well: all that grows
-        with the prompt is then there, and the windows of the layers below; the others can be had by replay."""
-        return self.run(ids, positions, self.sequences(pool, rows), num_layers)
-
-    def sequences(
-        self, pool: RowPool, rows: Sequence[RowSpan], upper_from: Sequence[int] | None = None, *, deferred: bool = False
-    ) -> list[SequencePart]:
-        """The parts of an ordinary step.
+        with the prompt is then there, and the windows of the layers below; the others can be had by replay. So it is
+        for rows that end before their `upper_from`, too, and what is returned for them means nothing.
 
         Args:
-            upper_from: for each row the position from which on the windows of the boundary and of the layers behind
-                are there; 0 if None.
+            with_features: behind each token's result stand its draft features (Csa2Draft.features).
+        """
+        below = [row.start + row.num_new <= row.upper_from for row in rows]
+        if num_layers is not None or not any(below):
+            return self.run(ids, positions, self.sequences(pool, rows), num_layers, with_features=with_features)
+        ends = list(accumulate(row.num_new for row in rows))
+        places = [torch.arange(end - row.num_new, end) for row, end in zip(rows, ends, strict=True)]
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for stops, layers in ((True, self.config.boundary), (False, None)):
+            chosen = [i for i, is_below in enumerate(below) if is_below is stops]
+            if chosen:
+                at = torch.cat([places[i] for i in chosen])
+                sequences = self.sequences(pool, [rows[i] for i in chosen])
+                parts.append((at, self.run(ids[at], positions[at], sequences, layers, with_features=with_features)))
+        hidden = parts[0][1].new_zeros(len(ids), parts[0][1].shape[1])
+        for at, of_part in parts:
+            hidden[at] = of_part
+        return hidden
+
+    def sequences(self, pool: RowPool, rows: Sequence[RowSpan], *, deferred: bool = False) -> list[SequencePart]:
+        """The parts of an ordinary step, or of the upper layers' first ones (RowSpan.upper_from).
+
+        Args:
             deferred: rows of earlier tokens are overwritten by `commit` of each part, not before.
+
+        Raises:
+            ValueError: a row's upper layers would begin in the middle of it.
         """
         window, made, first = self.config.window, [], 0
-        for i, row in enumerate(rows):
+        for row in rows:
+            if row.start < row.upper_from < row.start + row.num_new:
+                raise ValueError(f"upper layers begin at {row.upper_from}, within the {row.num_new} at {row.start}")
             low = max(0, row.start - window + 1)
             lower = plan_windows(row.start, row.num_new, window, range(low, row.start))
-            there = range(max(low, min(row.start, upper_from[i] if upper_from else 0)), row.start)
+            there = range(max(low, min(row.start, row.upper_from)), row.start)
             upper = lower if there == lower.stored else plan_windows(row.start, row.num_new, window, there)
             state = pool.of(row.pages)
             at = slice(first, first + row.num_new)
@@ -132,11 +157,14 @@ class Csa2Decoder:
         sequences: Sequence[SequencePart],
         num_layers: int | None = None,
         num_upper: int | None = None,
+        *,
+        with_features: bool = False,
     ) -> torch.Tensor:
         """The layers over prepared sequences -> [tokens, hidden_size] after the final norm.
 
         Args:
             num_upper: of the one sequence, only the last so many tokens go through the boundary and the layers behind.
+            with_features: as `forward` has it.
         """
         config = self.config
         count = config.num_layers if num_layers is None else num_layers
@@ -173,7 +201,10 @@ class Csa2Decoder:
                 streams = write_memory(streams, *memory[count], config.norm_eps)
             x = w.attn_norm(collapse(streams, pre).to(self.dtype))
             self._make_rows(x, count, sequences)
-        return self._weights.norm(collapse(streams, pre).to(self.dtype))
+        hidden = self._weights.norm(collapse(streams, pre).to(self.dtype))
+        if not with_features or self.draft is None:
+            return hidden
+        return torch.cat((hidden, self.draft.features(incoming, len(hidden))), 1)
 
     def verify(
         self,

@@ -7,15 +7,16 @@ them sees the context's rows and all of the block, in both directions. Their out
 what was proposed for a place then adds its share to the next one's (a Markov head of low rank), and a confidence says
 how likely the model is to agree.
 
-Proposals cost nothing but time if they are wrong: `verify` takes as many as equal what the model itself chooses, which
-is a function of seed and position, and commits the state of those only. Sources: DeepSpec's report on DSpark and its
-published code for V4; that V4.1 takes the layers' *incoming* streams, lags its mHC in the stages too and has no head of
-its own for collapsing them is what ports of V4.1 say and has no oracle here.
+Proposals cost nothing but time if they are wrong: who verifies takes as many as equal what the model itself chooses,
+which is a function of seed and position, and keeps the state of those only (csa2_drafting.py; Csa2Decoder.verify).
+Sources: DeepSpec's report on DSpark and its published code for V4; that V4.1 takes the layers' *incoming* streams,
+lags its mHC in the stages too and has no head of its own for collapsing them is what ports of V4.1 say and has no
+oracle here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,22 +60,43 @@ class Csa2Draft:
         self, incoming: Mapping[int, torch.Tensor], positions: torch.Tensor, sequences: Sequence[SequencePart]
     ) -> None:
         """Leave each stage's rows of the new tokens.  incoming: by layer, [tokens, hidden] float32."""
-        features = torch.cat([incoming[layer] for layer in self.draft.targets], 1).to(self._all.dtype)
-        context = self._weights.context_norm(steady_linear(features, self._weights.context))
-        turn = rotary_pairs(positions, self._frequencies)
-        for stage, w in enumerate(self._weights.stages):
-            packed = self._rows.pack(window_keys(context, w, turn))
+        packed_rows = self._packed_rows(self.features(incoming, len(positions)), positions)
+        for stage, packed in enumerate(packed_rows):
             for sequence in sequences:
                 if sequence.upper.are_kept:
                     _leave(sequence, sequence.rows.state("draft", stage), packed[sequence.at])
 
-    def propose(self, anchors: Sequence[int], lengths: Sequence[int], rows: Sequence[SequenceRows]) -> Proposal:
+    def _packed_rows(self, features: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+        """By stage, [tokens, row_bytes]."""
+        context = self._weights.context_norm(steady_linear(features, self._weights.context))
+        turn = rotary_pairs(positions, self._frequencies)
+        return [self._rows.pack(window_keys(context, w, turn)) for w in self._weights.stages]
+
+    def _context_rows(self, features: torch.Tensor, length: int) -> list[torch.Tensor]:
+        """By stage, rows as they would be read: of the last len(features) of `length` tokens."""
+        positions = torch.arange(length - len(features), length)
+        return [self._rows.unpack(packed) for packed in self._packed_rows(features, positions)]
+
+    def features(self, incoming: Mapping[int, torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """What the stages read of each token: [tokens, targets x hidden]. Zeros of layers that did not run."""
+        nothing = torch.zeros(num_tokens, self._config.hidden_size)
+        return torch.cat([incoming.get(layer, nothing) for layer in self.draft.targets], 1).to(self._all.dtype)
+
+    def propose(
+        self,
+        anchors: Sequence[int],
+        lengths: Sequence[int],
+        rows: Sequence[SequenceRows],
+        ahead: Sequence[torch.Tensor] | None = None,
+    ) -> Proposal:
         """The greedy block behind each sequence.
 
         Args:
             anchors: its last token.
             lengths: tokens in front of the anchor, which the model has processed.
+            ahead: [n, targets x hidden] features of the last n of them whose rows are not kept; none if None.
         """
+        unkept = [self._context_rows(features, length) for features, length in zip(ahead or (), lengths, strict=False)]
         config, block = self._config, self.draft.block
         ids = torch.full((len(anchors), block), self.draft.noise_id)
         ids[:, 0] = torch.tensor(anchors)
@@ -85,7 +107,8 @@ class Csa2Draft:
         for stage, w in enumerate(self._weights.stages):
             mixed = mix(streams, w.attn_mixing, config)
             x = w.attn_norm(collapse(streams, pre).to(self._all.dtype))
-            streams = spread(streams, self._attention(x, stage, w, turn, lengths, rows), mixed)
+            more = [by_stage[stage] for by_stage in unkept] or [None] * len(rows)
+            streams = spread(streams, self._attention(x, stage, w, turn, lengths, rows, more), mixed)
             pre, mixed = mixed.pre, mix(streams, w.ffn_mixing, config)
             x = w.ffn_norm(collapse(streams, pre).to(self._all.dtype))
             streams = spread(streams, experts(x, w.moe, self.draft.experts_per_token, config), mixed)
@@ -101,15 +124,20 @@ class Csa2Draft:
         turn: torch.Tensor,
         lengths: Sequence[int],
         rows: Sequence[SequenceRows],
+        unkept: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
+        """unkept: for each sequence the rows of its last tokens that are not in its pages."""
         config, block, window = self._config, self.draft.block, self._config.window
         _, q = queries(x, w, turn, config)
         own = window_keys(x, w, turn)
         out = torch.empty_like(q)
-        for i, (length, state) in enumerate(zip(lengths, rows, strict=True)):
+        for i, (length, state, more) in enumerate(zip(lengths, rows, unkept, strict=True)):
             at = slice(i * block, (i + 1) * block)
-            there = torch.arange(max(0, length - window), length) % window
+            kept = length - (0 if more is None else len(more))
+            there = torch.arange(max(0, length - window), kept) % window
             old = self._rows.unpack(state.state("draft", stage).read(there))
+            if more is not None:
+                old = torch.cat((old, more))
             count = len(old) + block
             seen = functional.pad(torch.arange(count), (0, window + block - count), value=-1)
             picked = PickedRows(torch.cat((old, own[at])), seen.expand(block, -1))
@@ -131,44 +159,3 @@ class Csa2Draft:
 
 def _leave(sequence: SequencePart, state: StateRows, rows: torch.Tensor) -> None:
     sequence.leave(lambda count: write_ring(state, sequence.start, rows[:count]))
-
-
-# ------------------------------------------------------------------------------------------------------- verification
-
-
-def verification_lengths(confidence: Sequence[Sequence[float]], speed: Callable[[int], float]) -> list[int]:
-    """How many proposed tokens of each sequence are worth verifying in one step.
-
-    A token comes out only if all before it hold, so its share is the product of confidences up to it. Shares are taken
-    in falling order while expected tokens a second, (sequences + shares) * speed(tokens in the step), can grow: the
-    best of all such prefixes is returned.
-
-    Args:
-        confidence: of each sequence's proposed tokens, in order.
-        speed: steps a second with so many tokens in a step.
-    """
-    shares: list[tuple[float, int, int]] = []
-    for i, row in enumerate(confidence):
-        share = 1.0
-        for place, one in enumerate(row):
-            share *= one
-            shares.append((-share, place, i))
-    shares.sort()
-    expected, batch = float(len(confidence)), len(confidence)
-    best, taken = expected * speed(batch), 0
-    for count, (share, _, _) in enumerate(shares, 1):
-        expected -= share
-        if expected * speed(batch + count) > best:
-            best, taken = expected * speed(batch + count), count
-    lengths = [0] * len(confidence)
-    for _, _, i in shares[:taken]:
-        lengths[i] += 1
-    return lengths
-
-
-def num_accepted(proposed: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many proposed tokens equal what the model chose at their places; it chose at one place more."""
-    for count, (mine, its) in enumerate(zip(proposed, chosen, strict=False)):
-        if mine != its:
-            return count
-    return len(proposed)

@@ -1,12 +1,14 @@
 """What a sequence keeps for a draft block of its model, by config alone: torch-free, for sizes and pairing.
 
 `drafting_config` is the config that a decoder with its draft block is loaded with; `drafting_groups` are the state
-groups of both, the CARRY row of the state in front of the next token included (drafting.py says what it is for).
+groups of both, the CARRY row of the state in front of the next token included (drafting.py says what it is for; the
+stages of V4.1 keep windows instead).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
 from tailrace.model.errors import ConfigError
@@ -23,6 +25,8 @@ def drafting_config(config: FamilyConfig) -> FamilyConfig:
     Raises:
         ConfigError: its family's draft blocks are not served, or the checkpoint has none.
     """
+    if config.family == "csa2":
+        return cast(FamilyConfig, cast(Any, config).drafting())
     if not hasattr(config, "num_draft_layers"):
         raise ConfigError(f"family {config.family} has no draft block that is served")
     if not cast(Any, config).num_draft_layers_stored:
@@ -44,4 +48,14 @@ def carried_group(config: FamilyConfig) -> RowGroup:
 def drafting_groups(config: FamilyConfig, kv_dtype: str) -> tuple[RowGroup, ...]:
     """All of the model's and its draft block's. Raises ConfigError as drafting_config."""
     config = drafting_config(config)
+    if config.family == "csa2":
+        return config.row_groups(kv_dtype)
     return (*config.row_groups(kv_dtype), carried_group(config))
+
+
+def num_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
+    """How many leading drafts are what was chosen in their place. chosen[i] stands in the place of drafts[i]."""
+    count = 0
+    while count < len(drafts) and drafts[count] == chosen[count]:
+        count += 1
+    return count

@@ -16,12 +16,14 @@ from typing import Any, Protocol
 import torch
 
 from tailrace.kernels.paged_attention import RowSpan
-from tailrace.model import csa_decoder, mla_mtp
+from tailrace.model import csa2_decoder, csa_decoder, mla_mtp
+from tailrace.model.csa2_config import Csa2Config
+from tailrace.model.csa2_drafting import Csa2DraftingDecoder
 from tailrace.model.csa_config import CsaConfig
 from tailrace.model.csa_decoder import CsaDecoder
 from tailrace.model.draft_rows import CARRIED, carried_group, drafting_config, state_width
 from tailrace.model.errors import ConfigError
-from tailrace.model.family import FamilyConfig, Guessed, Progress
+from tailrace.model.family import DraftingRowDecoder, FamilyConfig, Guessed, Progress
 from tailrace.model.mla_config import MlaConfig
 from tailrace.model.mla_decoder import MlaDecoder
 from tailrace.model.mla_mtp import MlaDrafter
@@ -200,7 +202,7 @@ def load(
     dtype: torch.dtype,
     tokens_per_page: int,
     progress: Progress | None = None,
-) -> DraftingDecoder:
+) -> DraftingRowDecoder:
     """A model with its draft block, from a checkpoint's tensors by their stored names. Raises ConfigError as
     draft_rows.drafting_config and the family's own `load`."""
     config = drafting_config(config)
@@ -208,4 +210,6 @@ def load(
         return DraftingDecoder(MlaBlock(*mla_mtp.load(tensors, config, dtype, tokens_per_page, progress)))
     if isinstance(config, CsaConfig):
         return DraftingDecoder(CsaBlock(csa_decoder.load(tensors, config, dtype, tokens_per_page, progress)))
+    if isinstance(config, Csa2Config):
+        return Csa2DraftingDecoder(csa2_decoder.load(tensors, config, dtype, tokens_per_page, progress))
     raise ConfigError(f"family {config.family} has no draft block that is served")

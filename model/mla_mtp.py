@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tailrace.kernels.paged_attention import RowSpan
+from tailrace.model.draft_rows import num_accepted
 from tailrace.model.errors import ConfigError
 from tailrace.model.family import Progress
 from tailrace.model.mla_block import Block, Step
@@ -90,14 +91,6 @@ def load(
         drafter = MlaDrafter(reader, decoder)
     tensors.drop_pages()
     return decoder, drafter
-
-
-def num_accepted(drafts: Sequence[int], targets: Sequence[int]) -> int:
-    """How many leading drafts are what the model says there itself. targets[i] is the model's word for drafts[i]."""
-    count = 0
-    while count < len(drafts) and drafts[count] == targets[count]:
-        count += 1
-    return count
 
 
 class DraftedGreedy:

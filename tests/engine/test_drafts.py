@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from mla_checkpoints import write_tiny_mla
 from oracle import Comparison, greedy, same_logprobs
 
-from tailrace.engine.drafts import Guess, num_right
+from tailrace.engine.drafts import Guess
 from tailrace.engine.sequence import Sequence
 from tailrace.engine.step import StepPlan
 from tailrace.model import mla_decoder
 from tailrace.model.decoder import Decoder
+from tailrace.model.draft_rows import num_accepted
 from tailrace.model.hf_directory import read_json, stored_tensors
 from tailrace.model.mla_config import parse_config
 from tailrace.model.sampling_params import SamplingParams
@@ -232,10 +233,10 @@ def test_any_pattern_of_right_and_wrong(sides, data):
 
 
 def test_only_right_guesses_count():
-    assert num_right([], [5]) == 0
-    assert num_right([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert num_right([1, 9, 3], [1, 2, 3, 4]) == 1
-    assert num_right([9, 2, 3], [1, 2, 3, 4]) == 0
+    assert num_accepted([], [5]) == 0
+    assert num_accepted([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert num_accepted([1, 9, 3], [1, 2, 3, 4]) == 1
+    assert num_accepted([9, 2, 3], [1, 2, 3, 4]) == 0
 
 
 def test_a_drafter_that_says_what_is_no_word_is_not_believed(sides):

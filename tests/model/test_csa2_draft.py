@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,9 +12,9 @@ from tailrace.kernels.hyper_connections import collapse, spread
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.model.csa2_blocks import attended, experts, mix, queries, window_keys
 from tailrace.model.csa2_config import parse_config
-from tailrace.model.csa2_draft import num_accepted, verification_lengths
 from tailrace.model.errors import ConfigError
-from tailrace.model.replay import exact_replay, rebuild
+from tailrace.model.replay import rebuild
+from tailrace.model.replay_policy import exact_replay
 from tailrace.model.row_groups import RowPages
 from tests.model.csa2_models import DRAFT, ENGRAM, Pages, make_decoder, random_ids, random_tensors, run, step
 from tests.model.published import V41_FLASH, published_config
@@ -204,29 +203,6 @@ def test_draft_windows_do_not_depend_on_chunks_and_are_made_by_replay(pages: Pag
         rows = [pages.pool.of(table).state("draft", stage).read(torch.arange(16)) for table in (whole, cut, half)]
         assert torch.equal(rows[0], rows[1])
         assert torch.equal(rows[0], rows[2])
-
-
-def test_verification_takes_what_pays(pages: Pages):
-    """Against every choice of lengths."""
-    rng = np.random.default_rng(1)
-    for _ in range(30):
-        confidence = rng.random((3, 4)).tolist()
-        slope = float(rng.random()) * 0.3
-
-        def speed(tokens: int, slope: float = slope) -> float:
-            return 1 / (1 + slope * tokens)
-
-        def value(lengths: Sequence[int], confidence: list[list[float]] = confidence, speed=speed) -> float:
-            shares = sum(
-                float(np.prod(row[: k + 1])) for row, n in zip(confidence, lengths, strict=True) for k in range(n)
-            )
-            return (3 + shares) * speed(3 + sum(lengths))
-
-        best = max(value(lengths) for lengths in itertools.product(range(5), repeat=3))
-        assert value(verification_lengths(confidence, speed)) == pytest.approx(best)
-    assert verification_lengths([[1.0, 1.0], [0.0, 1.0]], lambda tokens: 1.0) == [2, 0]
-    assert num_accepted([1, 2, 3], [1, 2, 4, 9]) == 2
-    assert num_accepted([], [5]) == 0
 
 
 def test_a_draft_is_state_only_where_it_is_used():

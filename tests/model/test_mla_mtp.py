@@ -15,11 +15,12 @@ from transformers.modeling_layers import MtpModel
 
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.model import mla_mtp
+from tailrace.model.draft_rows import num_accepted
 from tailrace.model.errors import ConfigError
 from tailrace.model.hf_directory import read_json, stored_tensors
 from tailrace.model.mla_config import parse_config
 from tailrace.model.mla_decoder import MlaDecoder
-from tailrace.model.mla_mtp import DraftedGreedy, MlaDrafter, num_accepted
+from tailrace.model.mla_mtp import DraftedGreedy, MlaDrafter
 
 FAMILIES = ("deepseek_v3", "deepseek_v32")
 PROMPT, NEW = 21, 24

@@ -11,7 +11,8 @@ import torch
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.model.csa2_config import parse_config
 from tailrace.model.errors import ConfigError
-from tailrace.model.replay import ReplayPolicy, bounded_replay, exact_replay, rebuild, resume
+from tailrace.model.replay import rebuild, resume
+from tailrace.model.replay_policy import ReplayPolicy, bounded_replay, exact_replay
 from tests.model.csa2_models import ENGRAM, Pages, make_decoder, random_ids, run
 from tests.model.published import V41_FLASH, published_config
 
@@ -183,3 +184,26 @@ def test_a_policy_says_what_it_costs_and_is_refused_if_it_makes_no_window(scene:
         scene.rebuilt(ReplayPolicy(15, 40))
     with pytest.raises(ValueError, match="last 35 ids, not 34"):
         rebuild(scene.decoder, scene.ids[:34], PROMPT, scene.pages.pool, scene.pages.table(220), ReplayPolicy(32, 32))
+
+
+def test_one_step_holds_rows_that_stop_below_rows_that_resume_and_others(scene: Scene):
+    """What a worker's pass is made of: `upper_from` alone says how far each row goes."""
+    n, pool = 64, scene.pages.pool
+    start = PROMPT - n
+    lower, table, other = scene.pages.table(len(scene.ids)), scene.lower_half(start), scene.pages.table(40)
+    some = random_ids(10, seed=9)
+    ids = torch.tensor([*scene.ids[:start], *scene.ids[start:PROMPT], *some])
+    positions = torch.cat((torch.arange(PROMPT), torch.arange(10)))
+    spans = [
+        RowSpan(0, start, lower, upper_from=start),
+        RowSpan(start, n, table, upper_from=start),
+        RowSpan(0, 10, other),
+    ]
+    hidden = scene.decoder.forward(ids, positions, pool, spans)
+    assert torch.equal(scene.decoder.logits(hidden[PROMPT:]), run(scene.pages, scene.pages.table(40), some))
+    assert (scene.error(hidden[start:PROMPT]), scene.later(table)) == scene.resumed(n)
+    span = RowSpan(start, n, lower, upper_from=start)  # the row that stopped is what `lower_half` makes
+    hidden = scene.decoder.forward(ids[start:PROMPT], positions[start:PROMPT], pool, [span])
+    assert (scene.error(hidden), scene.later(lower)) == scene.resumed(n)
+    with pytest.raises(ValueError, match="upper layers begin at 150, within the 64 at 136"):
+        scene.decoder.forward(ids[start:PROMPT], positions[start:PROMPT], pool, [RowSpan(start, n, lower, 0, 150)])
