@@ -199,10 +199,22 @@ class RouterPlace(Placement):
 
 
 class Replay(Section):
-    """How much of the prompt gen replays for families with derived state."""
+    """How much of a prompt's end is left to gen by handoff_mode bounded_replay_on_generation."""
 
-    encoder: int | None = setting(None, "Prompt tokens replayed for encoder-side state.", status="prototype", ge=1)
-    decoder: int | None = setting(None, "Prompt tokens replayed for decoder-side state.", status="prototype", ge=1)
+    encoder: int | None = setting(
+        None,
+        "Tokens at a prompt's end that gen sends through the lower layers; unset: as many as decoder. More change "
+        "nothing but who computes them.",
+        status="prototype",
+        ge=1,
+    )
+    decoder: int | None = setting(
+        None,
+        "Tokens at a prompt's end that go through the upper layers, a window at least; unset: two windows. Fewer than "
+        "layers x (window - 1) + 1 are an approximation.",
+        status="prototype",
+        ge=1,
+    )
 
 
 class Tenant(Section):
@@ -329,9 +341,12 @@ class TailraceConfig(Section):
         "recompute", "A failed hand-off is recomputed, or fails its request with a typed error."
     )
     handoff_mode: Literal["full", "bounded_replay_on_generation"] = setting(
-        "full", "What the hand-off carries for families with derived state.", status="prototype"
+        "full",
+        "bounded_replay_on_generation (DeepSeek V4.1): ctx leaves out the upper layers and the prompt's end; gen "
+        "computes the end and draws the first token, which then waits for the transfer.",
+        status="prototype",
     )
-    replay: Replay = section(Replay, "Bounded replay for families with derived state.")
+    replay: Replay = section(Replay, "How much of a prompt's end is left to gen (handoff_mode).")
     backflow: bool = setting(
         False, "Ctx reads the pages of finished turns from gens on its host, so that the next turn finds them there."
     )

@@ -42,9 +42,6 @@ LATER: tuple[Later, ...] = (
     Later("host_cache_bytes", lambda v: v > 0, "the host tier is not in this release: use 0"),
     Later("host_cache_bind_to_gpu_numa_node", bool, NO_GPU_PATH),
     Later("allow_remote_numa_fallback", bool, "only has a meaning beside host_cache_bind_to_gpu_numa_node"),
-    Later("handoff_mode", lambda v: v != "full", "needs a family with derived state, and there is none yet: use full"),
-    Later("replay.encoder", lambda v: v is not None, "needs a family with derived state, and there is none yet"),
-    Later("replay.decoder", lambda v: v is not None, "needs a family with derived state, and there is none yet"),
 )
 
 
@@ -98,6 +95,7 @@ def _together(c: TailraceConfig) -> Iterator[str]:
         )
     yield from _prompt_tail(c)
     yield from _device(c)
+    yield from _replay(c)
     if c.backflow:
         yield from _back_flow(c)
     if c.transport == "ray":
@@ -235,4 +233,31 @@ def _prompt_tail(c: TailraceConfig) -> Iterator[str]:
         yield (
             f"gen_prompt_tail_tokens: {tail} needs transceiver_runtime: python, said explicitly; "
             f"it is {c.transceiver_runtime!r}"
+        )
+
+
+LOOKBACK = 3
+"""Ids in front of a replay that its first token looks back at."""
+
+
+def _replay(c: TailraceConfig) -> Iterator[str]:
+    """Whether the model can do it is said by cluster/sizes.py."""
+    said = {key: value for key in ("decoder", "encoder") if (value := getattr(c.replay, key)) is not None}
+    if c.handoff_mode == "full":
+        for key, value in said.items():
+            yield f"replay.{key}: {value} has no meaning with handoff_mode 'full': use bounded_replay_on_generation"
+        return
+    if len(said) == 2 and said["encoder"] < said["decoder"]:
+        yield f"replay.encoder: {said['encoder']} is less than replay.decoder ({said['decoder']})"
+    if said:
+        yield from short_tail(c, max(said.values()))
+
+
+def short_tail(c: TailraceConfig, replayed: int) -> Iterator[str]:
+    """Gen must have the ids of what it replays, and those in front that it looks back at."""
+    tail = c.gen_prompt_tail_tokens
+    if tail is not None and tail < replayed + LOOKBACK:
+        yield (
+            f"gen_prompt_tail_tokens: {tail} is less than {replayed + LOOKBACK}: the {replayed} tokens that gen "
+            f"replays (handoff_mode) and {LOOKBACK} in front of them"
         )

@@ -52,18 +52,20 @@ PORT_POLL_S = 0.2
 
 def ingress_config(config: TailraceConfig, source: ModelSource, process: str) -> IngressConfig:
     """The ingress's view of the configuration."""
+    sizes = derive(config, source.config)
     return IngressConfig(
         process=process,
         model_name=config.model_name or source.name,
         revision=source.revision,
         fidelity=f"{config.dtype}/exact",
         vocab_size=source.config.vocab_size,
-        max_request_tokens=derive(config, source.config).max_request_tokens,
+        max_request_tokens=sizes.max_request_tokens,
         policy=FlowPolicy(
             retries=config.retries,
             max_worker_deaths_per_request=config.max_worker_deaths_per_request,
             router_wait_s=config.router_wait_s,
             request_lease_s=config.request_lease_s,
+            left_to_gen=0 if sizes.replay is None else sizes.replay.encoder,
         ),
         api_keys=bearer_keys(config),
         max_active_requests=config.max_active_requests,

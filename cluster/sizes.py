@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tailrace.cluster.config import TailraceConfig
-from tailrace.cluster.config_rules import unfit_for_rows
+from tailrace.cluster.config_rules import short_tail, unfit_for_rows
 from tailrace.kv_cache.layout import Layout, PageLayout, RowLayout
 from tailrace.model.config import ModelConfig, state_groups
 from tailrace.model.draft_rows import drafting_groups
 from tailrace.model.errors import ConfigError
 from tailrace.model.family import FamilyConfig
+from tailrace.model.replay_policy import ReplayPolicy, bounded_replay
 from tailrace.model.row_groups import RowPages
 from tailrace.model.shard import Shard, check
 from tailrace.model.state_sizes import SUPER_PAGE_TOKENS
@@ -29,6 +31,8 @@ class Sizes:
             ranks, all ranks together hold more than its layout.
         ctx_pages, gen_pages: pages of one worker's pool, the scratch page included; the same pages at all its ranks.
         max_request_tokens: prompt plus output of one request, over both pools.
+        replay: what ctx leaves to gen; None: nothing (handoff_mode full).
+        replay_step: what state has lost behind a replay; empty: nothing.
     """
 
     ctx_layout: PageLayout | RowLayout
@@ -38,6 +42,8 @@ class Sizes:
     ctx_pages: int
     gen_pages: int
     max_request_tokens: int
+    replay: ReplayPolicy | None = None
+    replay_step: str = ""
 
     def num_pages(self, role: str) -> int:
         """Pages of one `ctx` or `gen` worker, scratch included."""
@@ -72,7 +78,28 @@ def derive(config: TailraceConfig, model: ModelConfig | FamilyConfig) -> Sizes:
             f"{_key(config, small)}: {config.pool_bytes(small)} bytes hold {pool_tokens} tokens, "
             f"less than one request of max_request_tokens ({limit})"
         )
-    return Sizes(layouts["ctx"], layouts["gen"], ranks["ctx"], ranks["gen"], pages["ctx"], pages["gen"], limit)
+    replay, step = _replay(config, model)
+    return Sizes(
+        layouts["ctx"], layouts["gen"], ranks["ctx"], ranks["gen"], pages["ctx"], pages["gen"], limit, replay, step
+    )
+
+
+def _replay(config: TailraceConfig, model: ModelConfig | FamilyConfig) -> tuple[ReplayPolicy | None, str]:
+    """What ctx leaves to gen, and the name of what is lost by it."""
+    if config.handoff_mode == "full":
+        return None, ""
+    if model.family != "csa2":
+        raise ConfigError(
+            f"handoff_mode: {config.handoff_mode} needs a model whose upper layers keep nothing that grows with the "
+            f"prompt, and family {model.family} is none: use full"
+        )
+    shape: Any = model
+    decoder = config.replay.decoder or bounded_replay(shape).decoder
+    policy = ReplayPolicy(decoder, config.replay.encoder or decoder).checked(shape)
+    wrong = [*short_tail(config, policy.encoder)]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return policy, policy.step(shape, resumed=True)
 
 
 Layouts = dict[str, PageLayout] | dict[str, RowLayout]

@@ -368,7 +368,9 @@ class Worker:
             shadow = ShadowConfig(config.shadow_check_every, bound, retry)
         hasher = BlockHasher(self.spec.secret.encode(), config.block_tokens) if config.backflow else None
         ahead = self._on_device.engine if config.run_ahead and self._on_device is not None else None
+        replay = self.sizes.replay
         return GenLoop(
             self.engine, self.kv, self.node, decode, prefill, eos_ids=eos_ids, grammars=grammars, hasher=hasher,
             shadow=shadow, run_ahead=ahead, drafting=Drafting(config.gen.drafts) if config.gen.drafts else None,
+            replay_tokens=0 if replay is None else replay.decoder, replay_step=self.sizes.replay_step,
         )  # fmt: skip

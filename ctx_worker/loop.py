@@ -5,6 +5,9 @@ pages are final. A page is told only after the forward that wrote it has returne
 samples every sample's first token, publishes the full blocks and lets go of its hold: from then on the node's pins
 keep the pages until a gen has read them.
 
+Where tokens are left to gen (bounded replay, model/replay.py) the prompt ends before them here, its upper layers are
+left out, and nothing is sampled. Its history is exact for all that; its state is found only by its like.
+
 It knows no socket, no peer and no time but the injected clock. A row that fails ends only its own request. If the loop
 dies, the process dies: its boot id goes, the router places its requests elsewhere.
 """
@@ -26,6 +29,7 @@ from tailrace.engine.grammar import GrammarQueue, Grammars
 from tailrace.engine.sequence import Chunk, Sequence, keep_snapshot, reserve
 from tailrace.engine.step import Logprob, RowResult, StepPlan
 from tailrace.kv_cache.manager import KvManager
+from tailrace.model.replay_policy import LOWER_HALF
 from tailrace.transfer.loop_events import (
     Arrived,
     Cancelled,
@@ -36,7 +40,7 @@ from tailrace.transfer.loop_events import (
     LoopPort,
     PrefillResult,
 )
-from tailrace.transfer.messages import PrefillSample, Submit, TokenLogprob, unpack_ids
+from tailrace.transfer.messages import PrefillSample, Submit, TokenLogprob, handed_tokens, unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -143,17 +147,8 @@ class CtxLoop:
         if key in self._jobs:
             return
         self._checked = False
-        prompt = np.array(unpack_ids(submit.prompt_ids), np.int32)
-        sequence = Sequence.for_prefill(
-            key,
-            prompt,
-            unpack_ids(submit.output_ids),
-            submit.params,
-            submit.samples,
-            self._eos_ids,
-            submit.first_sample,
-        )
-        if not len(prompt):
+        sequence = _sequence_of(submit, self._eos_ids)
+        if not submit.prompt_ids:
             self.node.failed(key, "refused", "the prompt has no tokens", False)
             return
         needed, total = self.kv.layout.num_pages(sequence.num_known), self.kv.counts().total
@@ -176,7 +171,7 @@ class CtxLoop:
 
     def _schedule(self) -> list[Chunk]:
         chunks = self.scheduler.select(self.scheduler.max_num_tokens, self._clock(), self._reserve)
-        return [chunk.up_to_snapshot() for chunk in chunks]
+        return [chunk.up_to_cut() for chunk in chunks]
 
     def _reserve(self, sequence: Sequence) -> bool:
         if not reserve(self.kv, sequence, self.engine.copy_pages):
@@ -253,6 +248,8 @@ class CtxLoop:
 
     def _firsts(self, job: _Job, result: RowResult) -> tuple[FirstToken, ...]:
         states = job.sequence.samplers
+        if job.submit.left_to_gen:
+            return ()
         if not states:
             return (FirstToken(None, finish="length"),) * job.submit.samples
         firsts: list[FirstToken] = []
@@ -308,6 +305,20 @@ class CtxLoop:
         if not self._jobs and not self._checked:
             self.kv.check()
             self._checked = True
+
+
+def _sequence_of(submit: Submit, eos_ids: frozenset[int]) -> Sequence:
+    """What of the prompt, and of earlier output, is computed here."""
+    key, prompt = (submit.request, submit.attempt), np.array(unpack_ids(submit.prompt_ids), np.int32)
+    output = unpack_ids(submit.output_ids)
+    if not submit.left_to_gen:
+        return Sequence.for_prefill(key, prompt, output, submit.params, submit.samples, eos_ids, submit.first_sample)
+    num_tokens = handed_tokens(len(prompt) + len(output), submit.left_to_gen)
+    mine = prompt[:num_tokens]
+    return Sequence(
+        key, order=0, received=0.0, num_prompt_tokens=len(mine), prompt=mine, samplers=(),
+        output=output[: num_tokens - len(mine)], upper_from=num_tokens, state_step=LOWER_HALF,
+    )  # fmt: skip
 
 
 def _echo(sequence: Sequence, logprobs: list[Logprob]) -> tuple[TokenLogprob, ...]:

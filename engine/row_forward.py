@@ -35,7 +35,7 @@ class RowForward:
 
     def __call__(self, rows: Sequence[Row], num_layers: int | None = None) -> torch.Tensor:
         """Write the state of all rows' tokens -> [tokens or more, hidden_size], rows one behind the other."""
-        spans = [RowSpan(row.start, len(row.ids), row.pages, row.num_drafts) for row in rows]
+        spans = [RowSpan(row.start, len(row.ids), row.pages, row.num_drafts, row.upper_from) for row in rows]
         ids = np.concatenate([row.ids for row in rows]).astype(np.int64)
         positions = np.concatenate([np.arange(s.start, s.start + s.num_new, dtype=np.int64) for s in spans])
         return self.decoder.forward(torch.from_numpy(ids), torch.from_numpy(positions), self.pool, spans, num_layers)

@@ -37,7 +37,8 @@ class Sequence:
         order: age in this loop; rises with arrival and is shared by the samples of a request.
         received: clock when the request came.
         priority: lower is more urgent.
-        prompt: [num_prompt_tokens] int32; None where only the prompt's tail is here, then it cannot be recomputed.
+        prompt: [num_prompt_tokens - prompt_from] int32; None where only a tail is here that nobody computes.
+        prompt_from: position of its first id; above 0 only the prompt's tail is here, so it cannot be recomputed.
         output: output tokens, those of earlier attempts included.
         samplers: one a sample drawn after the last known token; empty for a prefill without output.
         hashes: packed block hashes from position 0, as far as they are known.
@@ -48,6 +49,8 @@ class Sequence:
         drafts: guesses of the tokens behind the known ones.
         chances: of each to be right if those before it are.
         snapshots_at: after so many tokens each the state pages are to be kept for others.
+        upper_from: the upper layers begin at this position (kernels/paged_attention.RowSpan).
+        state_step: what its state lacks, if it does: only those who can do without it find its snapshots.
         last_token_at: clock of the last token.
         flying: tokens that launched steps draw and nobody knows yet.
     """
@@ -72,7 +75,15 @@ class Sequence:
     drafts: Seq[int] = ()
     chances: Seq[float] = ()
     flying: int = 0
+    prompt_from: int = 0
+    upper_from: int = 0
+    state_step: str = ""
     _table: np.ndarray | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """All its ids are here, so it can be computed from the start."""
+        return self.prompt is not None and not self.prompt_from
 
     @property
     def num_known(self) -> int:
@@ -111,6 +122,7 @@ class Sequence:
             next_ids=next_ids,
             num_drafts=num_drafts,
             want_drafts=want_drafts,
+            upper_from=self.upper_from,
         )
 
     def _ids(self, start: int, end: int) -> np.ndarray:
@@ -119,10 +131,11 @@ class Sequence:
         prompt_end = self.num_prompt_tokens
         if start >= prompt_end:
             return np.array(self.output[start - prompt_end : end - prompt_end], np.int32)
-        assert self.prompt is not None, "only sequences with a whole prompt are prefilled"
+        assert self.prompt is not None and start >= self.prompt_from, "these ids are not here"
+        first = start - self.prompt_from
         if end <= prompt_end:
-            return self.prompt[start : max(start, end)]
-        return np.concatenate((self.prompt[start:], np.array(self.output[: end - prompt_end], np.int32)))
+            return self.prompt[first : first + max(0, end - start)]
+        return np.concatenate((self.prompt[first:], np.array(self.output[: end - prompt_end], np.int32)))
 
     # ---------------------------------------------------------------------------------------------------------- pages
 
@@ -192,6 +205,7 @@ class Sequence:
             received=self.received,
             num_prompt_tokens=self.num_prompt_tokens,
             prompt=self.prompt,
+            prompt_from=self.prompt_from,
             samplers=(state,),
             output=[*self.output, token],
             priority=self.priority,
@@ -224,9 +238,10 @@ class Chunk:
     def row(self) -> Row:
         return self.sequence.row(self.num_tokens, self.num_drafts, self.want_drafts)
 
-    def up_to_snapshot(self) -> Chunk:
-        """The chunk, ended where the sequence's state pages are to be kept."""
-        left = [end - self.sequence.num_computed for end in self.sequence.snapshots_at]
+    def up_to_cut(self) -> Chunk:
+        """The chunk, ended where the sequence's state pages are to be kept, or its upper layers begin."""
+        cuts = (*self.sequence.snapshots_at, self.sequence.upper_from)
+        left = [end - self.sequence.num_computed for end in cuts]
         return Chunk(self.sequence, min((n for n in left if 0 < n < self.num_tokens), default=self.num_tokens))
 
 
@@ -269,7 +284,8 @@ def reserve(kv: KvManager, sequence: Sequence, copy_pages: CopyPages, *, spare: 
     num_tokens = known = 0
     snapshot: list[int] = []
     if sequence.use_cache and sequence.hashes:
-        hit = kv.match_prefix(sequence.namespace, sequence.hashes, sequence.num_known)
+        steps = (sequence.state_step,) if sequence.state_step else ()
+        hit = kv.match_prefix(sequence.namespace, sequence.hashes, sequence.num_known, steps=steps)
         pages, num_tokens, snapshot = list(hit.pages), hit.num_tokens, list(hit.snapshot)
         known = hit.known_tokens
     missing = kv.layout.num_pages(sequence.num_known) - len(pages)
@@ -288,7 +304,8 @@ def reserve(kv: KvManager, sequence: Sequence, copy_pages: CopyPages, *, spare: 
     if sequence.use_cache:
         # Near its own end, where the next turn goes on; and where another prompt has gone another way: more may do so.
         before = (sequence.num_known, known + 1)
-        ends = (kv.snapshot_tokens(sequence.namespace, sequence.hashes, number) for number in before)
+        where = (sequence.namespace, sequence.hashes)
+        ends = (kv.snapshot_tokens(*where, number, sequence.state_step) for number in before)
         sequence.snapshots_at = frozenset(end for end in ends if end > num_tokens)
     return True
 
@@ -304,5 +321,5 @@ def keep_snapshot(kv: KvManager, sequence: Sequence, copy_pages: CopyPages) -> N
         return
     copy_pages(sequence.pages[-number:], copy)
     kv.publish(sequence.namespace, sequence.hashes, sequence.pages, sequence.num_computed)
-    kv.publish_snapshot(sequence.namespace, sequence.hashes, sequence.num_computed, copy)
+    kv.publish_snapshot(sequence.namespace, sequence.hashes, sequence.num_computed, copy, sequence.state_step)
     kv.release(copy)

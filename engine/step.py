@@ -102,6 +102,7 @@ class Row:
             known token; None for none. `next_ids` [num_new] then gives those tokens (-1 where unknown).
         num_drafts: how many of ids are drafts.
         want_drafts: drafts wanted for the next step, at most.
+        upper_from: see kernels/paged_attention.RowSpan; 0 but where a family's upper layers begin late.
     """
 
     key: object
@@ -113,6 +114,7 @@ class Row:
     next_ids: np.ndarray | None = None
     num_drafts: int = 0
     want_drafts: int = 0
+    upper_from: int = 0
 
     @property
     def num_kept(self) -> int:

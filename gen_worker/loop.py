@@ -5,6 +5,9 @@ a page where its next token needs one, runs one step over the decode rows and, w
 over chunks of local prompts (no larger than the streams bear: prefill_share.py), and streams all new tokens in one
 call. With drafts (drafting.py) a decode row verifies guesses of the tokens to come, and may bring several at once.
 
+A hand-off whose last tokens ctx has left to us (bounded replay) is a stem like a local prompt: its first token is drawn
+here (stems.py).
+
 Out of pages, the youngest gives way until the oldest fits: it loses its pages and is prefilled again over prompt and
 output, here, when they fit. Where only the prompt's tail is here that is impossible, and the request fails with
 `out_of_pages`, to be tried again elsewhere. A hand-off's pages came once and are never asked for again.
@@ -20,9 +23,8 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any, Protocol
-
-import numpy as np
 
 from tailrace.engine.grammar import GrammarQueue, Grammars
 from tailrace.engine.sequence import Chunk, Sequence, keep_snapshot, reserve
@@ -30,16 +32,17 @@ from tailrace.engine.step import RowResult, SamplerState, StepPlan
 from tailrace.gen_worker.drafting import Drafting, count_unfit
 from tailrace.gen_worker.prefill_share import PrefillShare
 from tailrace.gen_worker.report import report
-from tailrace.gen_worker.request import Request, echo_of, empty_deltas, request_of_handoff, token_delta, why_unusable
+from tailrace.gen_worker.request import Request, request_of_handoff, token_delta, why_unusable
 from tailrace.gen_worker.run_ahead import FlyingEngine, RunAhead
 from tailrace.gen_worker.scheduler import DecodeScheduler, Prefill
 from tailrace.gen_worker.shadow import ShadowChecks, ShadowConfig, ShadowEngine
+from tailrace.gen_worker.stems import empty_deltas, end_of, request_of_rest, request_of_submit
 from tailrace.gen_worker.turns import publish_turn
 from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.kv_cache.manager import KvManager
 from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, FaultsSet, Key, LoopEvent, LoopPort
-from tailrace.transfer.messages import Delta, PrefillSample, unpack_ids
+from tailrace.transfer.messages import Delta
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ class GenLoop:
         drafting: decides about guesses of tokens to come, which the engine can make; None: there are none.
         run_ahead: launches passes before the last one's tokens are known (run_ahead.py): the engine itself, if it is
             one on a device; None: each pass ends before the next. Not beside `shadow` and `drafting`.
+        replay_tokens: of a prompt's end that ctx has left to us, how many go through the upper layers; 0: none is left.
+        replay_step: what a state has lost behind that; empty: nothing.
         clock: monotonic seconds, the same that stamps Arrived.
     """
 
@@ -86,12 +91,14 @@ class GenLoop:
         shadow: ShadowConfig | None = None,
         drafting: Drafting | None = None,
         run_ahead: FlyingEngine | None = None,
+        replay_tokens: int = 0,
+        replay_step: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.kv, self.node, self.scheduler, self.prefill = engine, kv, node, scheduler, prefill
         self._eos_ids, self._hasher = eos_ids, hasher
         self._shadow = None if shadow is None else ShadowChecks(engine, kv, shadow, node.loop_stats)
-        self._drafting = drafting
+        self._drafting, self._replay_tokens, self._replay_step = drafting, replay_tokens, replay_step
         self._clock = clock
         self._ahead = None if run_ahead is None else RunAhead(run_ahead, kv, self._take_landed, clock)
         self.share = PrefillShare()
@@ -152,6 +159,8 @@ class GenLoop:
         self._checked = False
         why = "this worker decodes the request already" if key in self._requests else None
         why = why or why_unusable(handoff, event.pages, self.kv.layout)
+        if handoff.left_to_gen and (self.prefill is None or not self._replay_tokens):
+            why = why or "this worker computes no prompt's end"
         if why is not None:
             self._release([page for page in event.pages if page != SCRATCH_PAGE])
             if key not in self._requests:
@@ -159,17 +168,19 @@ class GenLoop:
             log.warning("handoff_refused", extra={"fields": {"request": handoff.request, "why": why}})
             return
         self._arrivals += 1
-        request = request_of_handoff(handoff, event.pages, self._arrivals, self._clock(), self._eos_ids)
-        if not request.live:  # ctx finishes such a request itself; nothing is left to decode
+        of = (handoff, event.pages, self._arrivals, self._clock(), self._eos_ids)
+        request = request_of_rest(*of, self._replay_tokens) if handoff.left_to_gen else request_of_handoff(*of)
+        if not request.sequences:  # ctx finishes such a request itself; nothing is left to decode
             self._release([page for page in event.pages if page != SCRATCH_PAGE])
             self.node.ended(key, "finished")
             return
         self._requests[key] = request
         request.fidelity, request.ctx, request.moved = event.fidelity, event.ctx, event.moved
-        self._publish(request, event.pages)
-        if not self._begin_request(request):
-            return
-        if self._shadow is not None:
+        if request.stem is None:
+            self._publish(request, event.pages)
+        elif request.moved is not None and request.stem.upper_from:
+            request.moved = replace(request.moved, step=self._replay_step)
+        if self._begin_request(request) and self._shadow is not None and request.stem is None:
             self._shadow.offer(handoff, event.pages)
 
     def _begin_request(self, request: Request) -> bool:
@@ -182,7 +193,7 @@ class GenLoop:
         return why is None
 
     def _enqueue(self, request: Request) -> None:
-        if request.stem is None:
+        if request.stem is None or request.handed is not None:
             self.scheduler.enqueue(request)
         elif self.prefill is not None:
             self.prefill.add(request.stem)
@@ -192,42 +203,26 @@ class GenLoop:
         if key in self._requests:
             return
         self._checked = False
-        prompt = np.array(unpack_ids(submit.prompt_ids), np.int32)
-        stem = Sequence.for_prefill(
-            key,
-            prompt,
-            unpack_ids(submit.output_ids),
-            submit.params,
-            submit.samples,
-            self._eos_ids,
-            submit.first_sample,
-        )
-        if self.prefill is None or not len(prompt):
-            self.node.failed(key, "refused", "no local prefill here" if len(prompt) else "the prompt is empty", False)
+        if self.prefill is None or not submit.prompt_ids:
+            why = "no local prefill here" if submit.prompt_ids else "the prompt is empty"
+            self.node.failed(key, "refused", why, False)
             return
-        needed, total = self.kv.layout.num_pages(stem.num_known), self.kv.counts().total
+        request = request_of_submit(event, self._arrivals + 1, self._eos_ids)
+        needed, total = self.kv.layout.num_pages(request.num_tokens), self.kv.counts().total
         if needed > total:
             self.node.failed(key, "out_of_pages", f"the prompt needs {needed} pages, the pool has {total}", False)
             return
         self._arrivals += 1
-        stem.order, stem.received, stem.priority = self._arrivals, event.received, submit.priority
-        stem.hashes, stem.namespace = submit.hashes, submit.namespace
-        stem.use_cache = stem.use_cache and not submit.no_cache
-        request = self._requests[key] = Request(
-            key,
-            stem.order,
-            event.received,
-            submit.priority,
-            submit.samples,
-            stem.num_known,
-            submit.hashes,
-            submit.namespace,
-            stem=stem,
-        )
+        self._requests[key] = request
         self._begin_request(request)
 
     def _join(self, request: Request) -> None:
-        """A waiting hand-off joins the batch; its samples share the full pages and copy the open one."""
+        """A waiting hand-off joins the batch; its samples share the full pages and copy the open one. Or its end is
+        computed first."""
+        if request.stem is not None and self.prefill is not None:
+            self.scheduler.drop(request)
+            self.prefill.add(request.stem)
+            return
         others = request.live[1:]
         copies = self._allocate_copies(request.num_tokens, len(others))
         if copies is None and (self.scheduler.running or any(s.pages for s in self.prefill or ())):
@@ -277,7 +272,7 @@ class GenLoop:
         if self.prefill is not None and len(self.prefill):
             left = self.scheduler.prefill_budget(sum(chunk.num_rows for chunk in chunks))
             selected = self.prefill.select(self.share.limit(len(chunks), left), self._clock(), self._reserve)
-            prompts = [chunk.up_to_snapshot() for chunk in selected]
+            prompts = [chunk.up_to_cut() for chunk in selected]
             chunks += prompts if self._drafting is None else map(self._drafting.asking, prompts)
         return chunks
 
@@ -350,7 +345,7 @@ class GenLoop:
         request = self._requests[sequence.key]
         if request in self.scheduler.waiting:
             self.scheduler.drop(request)
-            for sample in list(request.live):
+            for sample in list(request.sequences):
                 if not self._recompute(sample):
                     return False
             return False
@@ -359,7 +354,7 @@ class GenLoop:
 
     def _recompute(self, sequence: Sequence) -> bool:
         """Back to the start of a prefill over all known tokens. False: impossible here, so its request has failed."""
-        if self.prefill is None or sequence.prompt is None:
+        if self.prefill is None or not sequence.is_whole:
             message = "no pages left, and the whole prompt is not here to compute it again"
             self._fail(self._requests[sequence.key], "out_of_pages", message, True)
             return False
@@ -368,6 +363,7 @@ class GenLoop:
             return False
         self.scheduler.stop(sequence)
         self._release(sequence.take_pages())
+        sequence.upper_from = 0
         self.prefill.add(sequence)
         return True
 
@@ -390,7 +386,10 @@ class GenLoop:
             request = self._requests[sequence.key]
             if sequence is not request.stem:
                 stats.recomputed_positions += chunk.num_tokens
-            elif request.started is None:
+                continue
+            if request.handed is not None:
+                stats.replayed_positions += chunk.num_tokens
+            if request.started is None:
                 request.started, request.before = started, self._computed
         results = self.engine.step(StepPlan([chunk.row() for chunk in chunks]))
         if self._drafting is not None:
@@ -485,29 +484,26 @@ class GenLoop:
         return finish
 
     def _branch(self, request: Request, stem: Sequence, result: RowResult, now: float) -> list[Delta]:
-        """A local prefill has ended: its samples begin. The first delta carries what belongs to the whole request."""
+        """A stem has ended: its samples begin. The first delta carries what belongs to the whole request."""
         if self.prefill is not None:
             self.prefill.remove(stem)
         self._publish(request, stem.pages)
         request.stem = None
-        started = request.received if request.started is None else request.started
-        stamps = {"queue": started - request.received, "prefill": now - started}
-        echo = echo_of(stem, request.prompt_logprobs)
-        cached = stem.num_cached or 0
-        mine = stem.num_known - cached
-        others = max(0, self._computed - request.before - mine)
-        stats = self.node.loop_stats
-        stats.prefills.append(PrefillSample(mine, cached, others, stamps["prefill"], stamps["queue"]))
+        end = end_of(request, stem, now, self._computed)
+        self.node.loop_stats.prefills.append(end.prefill)
         if not stem.samplers:
             self._release(stem.take_pages())
-            return empty_deltas(request.key, range(request.samples), len(stem.output), echo, cached, stamps)
+            return empty_deltas(request.key, range(request.samples), len(stem.output), end)
         deltas: list[Delta] = []
         for state, token, logprob in zip(stem.samplers, result.tokens, result.logprobs, strict=True):
             finish = self._begin(request, stem, state, token, now)
             if finish is None and len(stem.samplers) == 1:
                 request.live[-1].drafts, request.live[-1].chances = result.drafts, result.chances
-            once: dict[str, Any] = {} if deltas else {"prompt_logprobs": echo, "cached_tokens": cached}
-            deltas.append(token_delta(request.key, state, [token], [logprob], finish, stamps, **once))
+            once: dict[str, Any] = {}
+            if not deltas:
+                once = {"prompt_logprobs": end.prompt_logprobs, "cached_tokens": end.cached_tokens}
+                once["moved"], request.moved = request.moved, None
+            deltas.append(token_delta(request.key, state, [token], [logprob], finish, end.stamps, **once))
         self._hand_down(request, stem)
         return deltas
 

@@ -1,7 +1,7 @@
 """A request on a generation worker: the samples that still run, and what its first delta has to carry.
 
-A request is in one of four places at a time: a hand-off that waits for a slot; a *stem*, the local prefill that its
-samples share; running; or, sample by sample, being recomputed. Plain data, dies with its loop.
+A request is in one of four places at a time: a hand-off that waits for a slot; a *stem*, the prefill that its samples
+share (stems.py); running; or, sample by sample, being recomputed. Plain data, dies with its loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tailrace.engine.step import Logprob, SamplerState
 from tailrace.kv_cache.layout import SCRATCH_PAGE, Layout
 from tailrace.kv_cache.manager import EXACT, Fidelity
 from tailrace.transfer.loop_events import Key
-from tailrace.transfer.messages import Delta, Handoff, Moved, TokenLogprob, pack_ids, unpack_ids
+from tailrace.transfer.messages import ID_BYTES, Delta, Handoff, Moved, TokenLogprob, pack_ids, unpack_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,8 @@ class Request:
     Attributes:
         received: clock when it came to the loop.
         live: samples that have not ended.
-        stem: the shared local prefill; None once the samples exist.
+        stem: the shared prefill; None once the samples exist.
+        handed: of a stem whose beginning was handed over, the record.
         started: clock of the stem's first chunk.
         before: tokens that the worker had computed until then.
         samples: number of samples asked for.
@@ -56,10 +57,16 @@ class Request:
     ctx: str = ""
     before: int = 0
     moved: Moved | None = None
+    handed: Handoff | None = None
 
     @property
     def sequences(self) -> list[Sequence]:
         return self.live if self.stem is None else [self.stem, *self.live]
+
+    @property
+    def num_rows(self) -> int:
+        """Samples that decode, or will."""
+        return len(self.live) if self.stem is None else self.samples
 
 
 def request_of_handoff(
@@ -117,16 +124,28 @@ def request_of_handoff(
 
 def why_unusable(handoff: Handoff, pages: tuple[int, ...], layout: Layout) -> str | None:
     """What makes a hand-off impossible to decode, or None. Without this, missing pages would become wrong tokens."""
-    expected = layout.num_pages(handoff.num_tokens)
+    num_tokens = handoff.num_tokens
+    if handoff.left_to_gen:
+        num_tokens = handoff.num_prompt_tokens + len(handoff.output_ids) // ID_BYTES
+    expected = layout.num_pages(num_tokens)
     if handoff.num_tokens < 1 or len(pages) != expected:
-        return f"{len(pages)} pages for {handoff.num_tokens} tokens, which need {expected}"
+        return f"{len(pages)} pages for {num_tokens} tokens, which need {expected}"
     first = layout.first_needed_page(handoff.num_tokens)
     missing = [ordinal for ordinal in range(first, expected) if pages[ordinal] == SCRATCH_PAGE]
     if missing:
         return f"no page for ordinals {missing[:8]}"
-    if not len(handoff.first_tokens) == len(handoff.finished) == handoff.samples:
-        return f"{len(handoff.first_tokens)} first tokens for {handoff.samples} samples"
+    drawn = 0 if handoff.left_to_gen else handoff.samples
+    if not len(handoff.first_tokens) == len(handoff.finished) == drawn:
+        return f"{len(handoff.first_tokens)} first tokens for {drawn} samples"
+    if handoff.left_to_gen and first_left(handoff) < handoff.num_prompt_tokens - len(handoff.tail_ids) // ID_BYTES:
+        return f"{handoff.left_to_gen} tokens are left to be computed, of which not all ids are here"
     return None
+
+
+def first_left(handoff: Handoff) -> int:
+    """Position of the first token that is computed here. If all were to be left, the one that was not is done again."""
+    num_known = handoff.num_prompt_tokens + len(handoff.output_ids) // ID_BYTES
+    return 0 if handoff.left_to_gen >= num_known else handoff.num_tokens
 
 
 def token_delta(
@@ -157,28 +176,3 @@ def token_delta(
         stamps=stamps,
         moved=moved,
     )
-
-
-def empty_deltas(
-    key: Key,
-    samples: Seq[int],
-    start: int,
-    prompt_logprobs: tuple[TokenLogprob, ...],
-    cached: int,
-    stamps: dict[str, float],
-) -> list[Delta]:
-    """The only delta of each sample with max_tokens 0: all there are, from 0, since without tokens nothing was lost
-    midway. The first carries what belongs to the whole request."""
-    deltas = []
-    for sample in samples:
-        once = ((), 0) if sample else (prompt_logprobs, cached)
-        deltas.append(Delta(key[0], key[1], sample, start, b"", (), "length", None, *once, stamps))
-    return deltas
-
-
-def echo_of(stem: Sequence, logprobs: list[Logprob]) -> tuple[TokenLogprob, ...]:
-    """Prompt logprobs, one a prompt token; the first token has none."""
-    if stem.prompt_logprobs is None or stem.prompt is None:
-        return ()
-    first = TokenLogprob(int(stem.prompt[0]), None, ())
-    return (first, *(TokenLogprob(p.token, p.logprob, p.top) for p in logprobs))

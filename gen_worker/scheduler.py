@@ -96,10 +96,10 @@ class DecodeScheduler:
         slots = self.max_rows - len(self.running)
         chosen: list[Request] = []
         for request in self.waiting[: self._max_admissions]:
-            if len(request.live) > slots and (self.running or chosen):
+            if request.num_rows > slots and (self.running or chosen):
                 break
             chosen.append(request)
-            slots -= len(request.live)
+            slots -= request.num_rows
         return chosen
 
     def has_slot(self, num_samples: int) -> bool:
@@ -117,7 +117,7 @@ class DecodeScheduler:
     def youngest(self, prefilling: Iterable[Sequence]) -> Sequence | None:
         """The youngest sequence that has pages: it gives way when the pool is full."""
         holders = [s for s in prefilling if s.pages]
-        holders += [s for request in self.waiting for s in request.live if s.pages]
+        holders += [s for request in self.waiting for s in request.sequences if s.pages]
         holders += self.running[-1:]
         return max(holders, key=lambda s: s.age, default=None)
 

@@ -7,7 +7,8 @@ other way round.
 
 A granule may have a snapshot: a copy of the state pages (layout.py) as they were at its end. It is a leaf below the
 granule with the same key, in a tree of its own: whoever looks for a prefix does not meet it, all else about it (use,
-idleness, eviction, being taken out with what is above) is like that of any leaf. Nobody outside is told of it.
+idleness, eviction, being taken out with what is above) is like that of any leaf. Nobody outside is told of it. History
+may be exact where the state at its end is not: then the snapshot's namespace is another than the granule's.
 
 Knows pages only as numbers: the ledger (pool.py) decides whether one is in use and says so by `wake` and `rest`. Not
 thread-safe. Dies with its worker; a lost index costs recomputation, never correctness.
@@ -86,9 +87,14 @@ class PrefixIndex:
             nodes.append(node)
         return nodes
 
-    def snapshot(self, node: Node) -> Node | None:
-        """The snapshot at a granule's end, which counts as just used; None if there is none."""
-        found = self._snapshots.get(node.namespace, {}).get(node.key)
+    def snapshot(self, node: Node, others: Sequence[bytes] = ()) -> Node | None:
+        """The snapshot at a granule's end, which counts as just used; None if there is none.
+
+        Args:
+            others: namespaces whose snapshots will do as well as those of the granule's own.
+        """
+        trees = (self._snapshots.get(space, {}) for space in (node.namespace, *others))
+        found = next((tree[node.key] for tree in trees if node.key in tree), None)
         if found is not None:
             self._touch(found)
         return found
@@ -96,16 +102,22 @@ class PrefixIndex:
     def has_snapshot(self, namespace: bytes, key: bytes) -> bool:
         return key in self._snapshots.get(namespace, {})
 
-    def insert_snapshot(self, namespace: bytes, key: bytes, pages: Sequence[int]) -> list[int]:
+    def insert_snapshot(
+        self, namespace: bytes, key: bytes, pages: Sequence[int], own: bytes | None = None
+    ) -> list[int]:
         """Enter the state pages at the end of the granule `key`.
+
+        Args:
+            own: the snapshot's namespace, if it is not the granule's.
 
         Returns:
             The pages that are in the index from now on, as busy; none if the granule is not there, or has a snapshot.
         """
+        where = namespace if own is None else own
         parent = self._spaces.get(namespace, {}).get(key)
-        if parent is None or self.has_snapshot(namespace, key):
+        if parent is None or self.has_snapshot(where, key):
             return []
-        node = self._enter(Node(namespace, key, parent, tuple(pages), is_snapshot=True))
+        node = self._enter(Node(where, key, parent, tuple(pages), is_snapshot=True))
         self._tick += 1
         self._touch(node)
         return list(pages)

@@ -114,7 +114,8 @@ class KvManager:
 
         Args:
             namespace: of the request's exact pages.
-            steps: lossy steps whose pages will do too, the least lossy first; exact ones are taken where there are any.
+            steps: lossy steps whose pages and snapshots will do too, the least lossy first; exact ones are taken where
+                there are any.
         """
         limit = num_tokens if whole else num_tokens - 1
         spaces = [namespace, *(lossy_namespace(namespace, step) for step in steps)]
@@ -122,7 +123,7 @@ class KvManager:
             nodes = self._index.match_among(spaces, hashes, limit)
             known, snapshot = len(nodes), ()
             if self.layout.num_state_pages and not whole:
-                nodes, snapshot = self._up_to_snapshot(nodes)
+                nodes, snapshot = self._up_to_snapshot(nodes, spaces[1:])
             pages = [page for node in nodes for page in node.pages]
             self._index.wake(self._pool.hold([*pages, *snapshot]))
         size = self._index.granule_tokens
@@ -131,9 +132,9 @@ class KvManager:
         used = [steps[level - 1] for level in sorted(set(levels)) if level]
         return PrefixHit(pages, len(nodes) * size, Fidelity.of(exact * size, used), snapshot, known * size)
 
-    def _up_to_snapshot(self, nodes: list[Node]) -> tuple[list[Node], tuple[int, ...]]:
+    def _up_to_snapshot(self, nodes: list[Node], others: Sequence[bytes]) -> tuple[list[Node], tuple[int, ...]]:
         for end in range(len(nodes), 0, -1):
-            found = self._index.snapshot(nodes[end - 1])
+            found = self._index.snapshot(nodes[end - 1], others)
             if found is not None:
                 return nodes[:end], found.pages
         return [], ()
@@ -158,26 +159,31 @@ class KvManager:
                 pages = [SCRATCH_PAGE if page in self._distrusted else page for page in pages]
             self._pool.publish(self._index.insert(namespace, hashes, pages, num_tokens, lossy))
 
-    def snapshot_tokens(self, namespace: bytes, hashes: bytes, num_tokens: int) -> int:
+    def snapshot_tokens(self, namespace: bytes, hashes: bytes, num_tokens: int, step: str = "") -> int:
         """Where a prefill of so many tokens should leave a snapshot of its state pages: after the last full granule
-        that ends before its end. 0: nowhere, or there is one already."""
+        that ends before its end. 0: nowhere, or there is one already. `step`: as publish_snapshot has it."""
         if not self.layout.num_state_pages:
             return 0
         granules = min((num_tokens - 1) // self.granule_tokens, len(hashes) // self._key_step)
+        spaces = [namespace, *([lossy_namespace(namespace, step)] if step else ())]
         with self._lock:
-            known = granules < 1 or self._index.has_snapshot(namespace, self._key(hashes, granules))
+            known = granules < 1 or any(self._index.has_snapshot(s, self._key(hashes, granules)) for s in spaces)
         return 0 if known else granules * self.granule_tokens
 
-    def publish_snapshot(self, namespace: bytes, hashes: bytes, num_tokens: int, pages: Sequence[int]) -> None:
+    def publish_snapshot(
+        self, namespace: bytes, hashes: bytes, num_tokens: int, pages: Sequence[int], step: str = ""
+    ) -> None:
         """Make a copy of the state pages findable, together with the prefix of `num_tokens` (a multiple of the granule)
         tokens, which is published. Nobody writes it any more. The first publisher wins.
 
         Args:
             pages: [num_state_pages], held by the caller.
+            step: what the state, unlike the history, has lost; found by those alone who take that step.
         """
         with self._lock:
             key = self._key(hashes, num_tokens // self.granule_tokens)
-            self._pool.publish(self._index.insert_snapshot(namespace, key, pages))
+            own = lossy_namespace(namespace, step) if step else None
+            self._pool.publish(self._index.insert_snapshot(namespace, key, pages, own))
 
     def retract(self, pages: Sequence[int]) -> None:
         """Nobody shall find these pages any more, nor a longer prefix: what is in them is not to be trusted.

@@ -56,6 +56,7 @@ class Attempt:
         tries: attempts for these samples that failed, and this one.
         given_back: of those before it, the ones that a gen gave back for want of pages.
         prefilled: the ctx's first tokens are here.
+        left_to_gen: the last so many tokens of what it computes are gen's; None until it is placed first.
         place_at: when to ask for a place, of one that waits a little first.
         gap_since: later tokens are here, earlier ones are not.
         wait_until: for another gen, or for the gen that reads from a dead ctx.
@@ -69,6 +70,7 @@ class Attempt:
     ctx: Leg | None = None
     gen: Leg | None = None
     prefilled: bool = False
+    left_to_gen: int | None = None
     place_at: float | None = None
     gap_since: float | None = None
     wait_until: float | None = None

@@ -358,6 +358,6 @@ class Binder:
             boot,
             Bind(
                 self._seq, *record.key, PeerAddress(at.worker, at.boot, at.host, at.port),
-                frame.num_tokens, frame.max_new_tokens, frame.samples, frame.hashes, frame.namespace,
+                frame.num_tokens, frame.max_new_tokens, frame.samples, frame.hashes, frame.namespace, frame.left_to_gen,
             ),
         )  # fmt: skip

@@ -341,7 +341,7 @@ class RouterCore:
         state = self.state
         if boot not in state.ingresses:
             raise ProtocolError("Place from a process that is no ingress")
-        if frame.num_tokens < 1 or frame.samples < 1 or frame.max_new_tokens < 0:
+        if frame.num_tokens < 1 or frame.samples < 1 or frame.max_new_tokens < 0 or frame.left_to_gen < 0:
             raise ProtocolError(f"Place of {frame.num_tokens} tokens, {frame.samples} samples")
         self.placer.place(frame, boot, now)
         record = state.records.get((frame.request, frame.attempt))

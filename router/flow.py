@@ -67,13 +67,15 @@ _PAIR_FAULTS = frozenset({"transfer", "corrupt", "not_posted"})
 
 @dataclass(frozen=True, slots=True)
 class FlowPolicy:
-    """The operator's settings for all requests; names and meanings as in the configuration."""
+    """The operator's settings for all requests; names and meanings as in the configuration. `left_to_gen`: tokens at a
+    prompt's end that ctx leaves to gen (handoff_mode); 0: none."""
 
     retries: bool = True
     max_worker_deaths_per_request: int = 2
     router_wait_s: float = 5.0
     rebind_wait_s: float = 10.0
     request_lease_s: float = 10.0
+    left_to_gen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,6 +502,8 @@ class Flow:
     def _place(self, attempt: Attempt, now: float, at: str = "") -> None:
         spec, output = self.spec, attempt.output_ids
         attempt.place_at = None
+        if attempt.left_to_gen is None:
+            attempt.left_to_gen = self._left_to_gen(attempt, output)
         self._actions.append(
             ToRouter(
                 Place(
@@ -517,15 +521,28 @@ class Flow:
                     namespace=spec.namespace,
                     exclude=tuple(self._excluded),
                     at=at,
+                    left_to_gen=attempt.left_to_gen,
                 )
             )
         )
 
+    def _left_to_gen(self, attempt: Attempt, output: list[int]) -> int:
+        """Prompt logprobs need all layers of every token, and who wants no token has nothing that gen could draw."""
+        params = self.spec.params
+        if params.max_tokens <= len(output) or self._brings_echo(attempt, output):
+            return 0
+        return self.policy.left_to_gen
+
+    def _brings_echo(self, attempt: Attempt, output: list[int]) -> bool:
+        """Prompt logprobs are wanted, are not here, and no other attempt brings them."""
+        known = self.prompt_logprobs or output or attempt.samples[0].index
+        return self.spec.params.prompt_logprobs is not None and not known
+
     def _submit(self, attempt: Attempt, leg: str, now: float) -> Submit:
         spec, output = self.spec, attempt.output_ids
         params = spec.params
-        if self.prompt_logprobs or output or attempt.samples[0].index:
-            params = replace(params, prompt_logprobs=None)  # they are here, or another attempt brings them
+        if not self._brings_echo(attempt, output):
+            params = replace(params, prompt_logprobs=None)
         return Submit(
             request=spec.request,
             attempt=attempt.number,
@@ -542,6 +559,7 @@ class Flow:
             no_cache=params.prompt_logprobs is not None or self._distrusts,
             scope=spec.scope,
             first_sample=attempt.samples[0].index,
+            left_to_gen=(attempt.left_to_gen or 0) if leg == "prefill" else 0,
         )
 
     @property

@@ -31,6 +31,8 @@ def ttft_parts(stamps: Stamps, arrived: float) -> dict[str, float]:
         "tokenize": stamps.began - arrived, "place": stamps.placed - stamps.began, "queue": worker.get("queue", 0.0),
         "prefill": worker.get("prefill", 0.0),
     }  # fmt: skip
+    if "replay" in worker:  # the first token came from gen, so the transfer is in `wire`
+        parts["replay"] = worker["replay"]
     return {"whole": whole, **parts, "wire": max(0.0, whole - sum(parts.values()))}
 
 
@@ -63,6 +65,7 @@ def _entry(flow: Flow, arrived: float) -> dict[str, Any]:
         "pages": moved.pages if moved else 0,
         "pages_skipped": moved.pages_skipped if moved else 0,
         "checksum": "verified" if moved and moved.verified else None,
+        "replay": moved and (moved.step or None),
         "hand_off_s": moved and round(moved.seconds, 6),
         "ttft_s": {name: round(seconds, 6) for name, seconds in parts.items()},
     }

@@ -138,8 +138,8 @@ class Record:
 
     @property
     def needs_gen(self) -> bool:
-        """False if the first token ends every sample, so that no hand-off follows."""
-        return self.place.max_new_tokens > 1
+        """False if ctx draws the first token and that ends every sample, so that no hand-off follows."""
+        return self.place.max_new_tokens > (0 if self.place.left_to_gen else 1)
 
     @property
     def rows(self) -> int:

@@ -175,7 +175,8 @@ class Worker:
         if job.state == "reading":
             self.read(key, job)
         elif job.state == "queued":
-            self.emit(key, job)
+            if not job.submit.left_to_gen:
+                self.emit(key, job)
             job.state = "prefilled" if self.duty == "ctx" else "decoding"
             if self.duty == "ctx" and len(job.ended) == len(job.sent):
                 del self.jobs[key]

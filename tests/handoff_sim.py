@@ -44,6 +44,7 @@ from tailrace.transfer.messages import (
     Renew,
     Submit,
     Want,
+    handed_tokens,
     pack_ids,
     unpack_ids,
 )
@@ -96,10 +97,15 @@ class Request:
     firsts: int = 0
     decoding: bool = False
     ended_at: float = 0.0
+    left: int = 0  # tokens left to gen
 
     @property
     def key(self) -> tuple[str, int]:
         return (self.name, self.attempt)
+
+    @property
+    def handed(self) -> tuple[int, ...]:
+        return self.tokens[: handed_tokens(len(self.tokens), self.left)]
 
 
 class Worker:
@@ -196,7 +202,8 @@ class Ctx(Worker):
     def on_loop(self, event: Any) -> None:
         if isinstance(event, Arrived):
             submit = event.submit
-            self.jobs[event.key] = Prefill(submit, tuple(unpack_ids(submit.prompt_ids + submit.output_ids)))
+            tokens = tuple(unpack_ids(submit.prompt_ids + submit.output_ids))
+            self.jobs[event.key] = Prefill(submit, tokens[: handed_tokens(len(tokens), submit.left_to_gen)])
         elif isinstance(event, Cancelled) and event.key in self.jobs:
             self.forget(event.key)
             self.feed(ce.LoopEnded(event.key, "cancelled"))
@@ -255,7 +262,8 @@ class Ctx(Worker):
     def finish(self, key: tuple[str, int], job: Prefill) -> None:
         done = job.submit.params.max_tokens == 1
         first = FirstToken(7, finish="length" if done else None)
-        self.feed(ce.PrefillDone(key, PrefillResult((first,) * job.submit.samples, len(job.tokens))))
+        firsts = () if job.submit.left_to_gen else (first,) * job.submit.samples
+        self.feed(ce.PrefillDone(key, PrefillResult(firsts, len(job.tokens))))
         self.kv.publish(NAMESPACE, job.submit.hashes, job.pages, len(job.tokens))
         self.forget(key)
 
@@ -315,11 +323,15 @@ class Gen(Worker):
             self.feed(ce.LoopEnded(event.key, "cancelled"))
 
     def check(self, event: Admitted) -> None:
-        tokens = self.world.requests[event.key[0]].tokens
+        request = self.world.requests[event.key[0]]
+        tokens, layout = request.handed, self.kv.layout
         assert event.handoff.num_tokens == len(tokens)
-        layout, history = self.kv.layout, -(-len(tokens) // PAGE)
-        assert len(event.pages) == layout.num_pages(len(tokens))
-        for ordinal, page in enumerate(event.pages[: layout.moved_pages(len(tokens))]):
+        history = -(-len(tokens) // PAGE)
+        assert len(event.pages) == layout.num_pages(len(request.tokens))
+        assert len(set(event.pages)) == len(event.pages) and SCRATCH_PAGE not in event.pages
+        state = event.pages[len(event.pages) - layout.num_state_pages :]
+        moved = (*event.pages[:history], *state[: layout.moved_pages(len(tokens)) - history])
+        for ordinal, page in enumerate(moved):
             right = state_of(tokens, ordinal) if ordinal < history else ("rows", tokens, ordinal - history)
             assert self.memory.get(page) == right, f"wrong state in page {page} of {event.key}"
 
@@ -683,14 +695,16 @@ class World:
         gen = gen or gens[crc32(key[0].encode()) % len(gens)]
         hashes = self.hasher.hash_blocks("s", request.tokens)
         ctx = PeerAddress("c", boot, "h", 1)
-        args = (len(request.tokens), request.params.max_tokens, 1, hashes, NAMESPACE)
+        args = (len(request.tokens), request.params.max_tokens, 1, hashes, NAMESPACE, request.left)
         bind = Bind(next(self.binds), *key, ctx, *args)
         self.later(self.wire_s, lambda: gen.feed(ce.FromRouter(bind)))
         self.pending[key] = gen.boot
         self.later(1.0, lambda: None if gen.alive else self.bind(key))  # the bind died with it
 
-    def submit(self, name: str, tokens: tuple[int, ...], max_tokens: int = 8, samples: int = 1) -> Request:
-        request = Request(name, tokens, SamplingParams(max_tokens=max_tokens), samples)
+    def submit(
+        self, name: str, tokens: tuple[int, ...], max_tokens: int = 8, samples: int = 1, left: int = 0
+    ) -> Request:
+        request = Request(name, tokens, SamplingParams(max_tokens=max_tokens), samples, left=left)
         self.requests[name] = request
         self.place(request)
         return request
@@ -707,7 +721,7 @@ class World:
         hashes = self.hasher.hash_blocks("s", request.tokens)
         submit = Submit(
             *request.key, "prefill", pack_ids(request.tokens), b"", request.params, request.samples, hashes, NAMESPACE,
-            0, 2.0, None, False,
+            0, 2.0, None, False, left_to_gen=request.left,
         )  # fmt: skip
         self.later(self.wire_s, lambda: ctx.feed(ce.FromIngress(submit)))
 

@@ -30,6 +30,7 @@ from tailrace.gen_worker.scheduler import DecodeScheduler
 from tailrace.kv_cache.arena import Arena, arena_name
 from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.kv_cache.manager import KvManager
+from tailrace.model.replay_policy import ReplayPolicy
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.transfer.core_events import CoreConfig
 from tailrace.transfer.messages import (
@@ -79,6 +80,7 @@ class Answer:
 
     samples: list[list[int]]
     finished: set[int] = field(default_factory=set)
+    stamps: dict[str, float] = field(default_factory=dict)
     cached_tokens: int = 0
     moved: Any = None
     failed: str = ""
@@ -90,13 +92,16 @@ class RowRig:
     Args:
         ref: whose model, layout and blocks are served.
         chunk: tokens of a pass at most.
+        replay: of every prompt's end at gen; None: ctx computes whole prompts.
+        tail: prompt ids that gen gets.
     """
 
     def __init__(
         self, ref: Reference, kind: str = "shm", *, chunk: int = 64, ctx_pages: int = 400, gen_pages: int = 400,
-        verify: bool = False, core: type | None = None,
+        verify: bool = False, core: type | None = None, replay: ReplayPolicy | None = None, tail: int | None = None,
     ) -> None:  # fmt: skip
         self.ref, self.kind, self.chunk, self.verify = ref, kind, chunk, verify
+        self.replay, self.tail = replay, tail
         self.block = ref.kv.block_tokens
         self.hasher = BlockHasher(SECRET, self.block)
         self.exchange, self.stop = Exchange(), threading.Event()
@@ -138,7 +143,10 @@ class RowRig:
         kv.set_poison(engine.poison)
         config: Any = SimpleNamespace(block_tokens=self.block)
         compat = compat_record(config, ref.source, layout, [pool_tensor(arena.pages, layout)])
-        core = CoreConfig(pin_lease_s=20.0, request_lease_s=60.0, kv_transfer_timeout_s=20.0, verify_pages=self.verify)
+        core = CoreConfig(
+            pin_lease_s=20.0, request_lease_s=60.0, kv_transfer_timeout_s=20.0, verify_pages=self.verify,
+            prompt_tail_tokens=self.tail,
+        )  # fmt: skip
         node = Node(
             NodeConfig(
                 worker=name, boot=boot, home=role, duty=role, host="127.0.0.1", secret=SECRET, compat=compat,
@@ -154,7 +162,10 @@ class RowRig:
             decode = DecodeScheduler(
                 layout, max_batch_size=16, max_num_tokens=self.chunk, max_gen_init_admissions_per_pass=4
             )
-            loop = GenLoop(engine, kv, node, decode, prefill, eos_ids=eos, grammars=ref.grammars)
+            upper = self.replay.decoder if self.replay else 0
+            loop = GenLoop(
+                engine, kv, node, decode, prefill, eos_ids=eos, grammars=ref.grammars, replay_tokens=upper
+            )  # fmt: skip
         thread = threading.Thread(target=loop.run, args=(self.stop,), daemon=True, name=f"loop-{name}")
         self.sides[name] = Side(node, kv, engine, loop, thread, arena)
         thread.start()
@@ -182,12 +193,15 @@ class RowRig:
             key = (secrets.token_hex(16), 0)
             answers[key] = Answer([[] for _ in range(samples)])
             hashes = self.hasher.hash_blocks("scope", prompt)
+            left = self.replay.encoder if self.replay and leg == "prefill" else 0
             frame = Submit(
-                *key, leg, pack_ids(prompt), b"", params, samples, hashes, SPACE, 0, 60.0, None, no_cache
+                *key, leg, pack_ids(prompt), b"", params, samples, hashes, SPACE, 0, 60.0, None, no_cache,
+                left_to_gen=left,
             )  # fmt: skip
             self.ingress.send("c0" if leg == "prefill" else "g0", frame)
             if leg == "prefill":
-                binds[key] = Bind(0, *key, self.ctx_address, len(prompt), params.max_tokens, samples, hashes, SPACE)
+                about = (len(prompt), params.max_tokens, samples, hashes, SPACE, left)
+                binds[key] = Bind(0, *key, self.ctx_address, *about)
         end = time.monotonic() + LIMIT_S
         while any(not a.failed and len(a.finished) < samples for a in answers.values()):
             assert time.monotonic() < end, f"no answer: {answers}"
@@ -231,6 +245,7 @@ class RowRig:
         sample += unpack_ids(delta.ids)
         answer.cached_tokens = max(answer.cached_tokens, delta.cached_tokens)
         answer.moved = delta.moved or answer.moved
+        answer.stamps = answer.stamps or delta.stamps
         if delta.finish is not None:
             answer.finished.add(delta.sample)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tailrace.kv_cache.layout import Layout
 from tailrace.transfer.loop_events import Key
-from tailrace.transfer.messages import Handoff, LandingGrant, PageDescriptor, Submit
+from tailrace.transfer.messages import ID_BYTES, Handoff, LandingGrant, PageDescriptor, Submit, handed_tokens
 from tailrace.transfer.request_state import State
 
 
@@ -33,7 +33,8 @@ class Reader:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt's prefill leg. `pages`: final, by ordinal; `pinned`: every page whose pin is ours, by ordinal."""
+    """One attempt's prefill leg. `num_tokens`: those that are computed here. `pages`: final, by ordinal; `pinned`:
+    every page whose pin is ours, by ordinal."""
 
     submit: Submit
     num_tokens: int
@@ -52,9 +53,19 @@ class Attempt:
     dismissed: dict[str, Any] = field(default_factory=dict)  # boot of a former reader -> its last word, if any
     handoff: Handoff | None = None
 
+    @classmethod
+    def of(cls, submit: Submit, now: float) -> Attempt:
+        num_tokens = handed_tokens(_num_known(submit), submit.left_to_gen)
+        return cls(submit, num_tokens, State.PLACED, None if submit.timeout_s is None else now + submit.timeout_s)
+
     @property
     def key(self) -> Key:
         return (self.submit.request, self.submit.attempt)
+
+    @property
+    def needs(self) -> int:
+        """Tokens that a gen will need pages for, those left to it included."""
+        return _num_known(self.submit)
 
     @property
     def all_ready(self) -> bool:
@@ -63,6 +74,10 @@ class Attempt:
     def final_pages(self, layout: Layout) -> int:
         """Ordinals below it are in their last form: an open page and the state, only when all is computed."""
         return layout.moved_pages(self.num_tokens) if self.all_ready else layout.full_pages(self.tokens_ready)
+
+
+def _num_known(submit: Submit) -> int:
+    return (len(submit.prompt_ids) + len(submit.output_ids)) // ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)

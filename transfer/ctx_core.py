@@ -47,7 +47,6 @@ from tailrace.transfer.handoff_record import check_prompt_tail, first_deltas, ha
 from tailrace.transfer.leases import Leases, Recent
 from tailrace.transfer.loop_events import Arrived, Cancelled, Key
 from tailrace.transfer.messages import (
-    ID_BYTES,
     Cancel,
     Deaths,
     Drain,
@@ -65,7 +64,7 @@ from tailrace.transfer.messages import (
     Want,
     WantSums,
 )
-from tailrace.transfer.request_state import Event, State, advance
+from tailrace.transfer.request_state import Event, advance
 from tailrace.transfer.source_sums import SourceSums
 from tailrace.transfer.transports.base import PostDone, PostJob
 
@@ -143,7 +142,7 @@ class CtxCore:
                 request=a.submit.request,
                 attempt=a.submit.attempt,
                 pages=len(a.pinned),
-                needs=0 if a.reader else a.num_tokens,
+                needs=0 if a.reader else a.needs,
                 leg="prefill",
                 seconds_left=a.seconds_left if a.seconds_left is not None and math.isfinite(a.seconds_left) else None,
             )
@@ -172,13 +171,7 @@ class CtxCore:
             return [Measure(Metric.STALE_FRAMES)]
         if self._draining:
             return [ToIngress(key, Fail(*key, "refused", "this worker is draining", True))]
-        attempt = Attempt(
-            submit=submit,
-            num_tokens=(len(submit.prompt_ids) + len(submit.output_ids)) // ID_BYTES,
-            state=State.PLACED,
-            deadline=None if submit.timeout_s is None else now + submit.timeout_s,
-        )
-        self._attempts[key] = attempt
+        attempt = self._attempts[key] = Attempt.of(submit, now)
         self._leases.grant(key, now, submit.lease_s)
         actions: list[Action] = [ToLoop(Arrived(submit, now))]
         early = self._early_wants.pop(key)

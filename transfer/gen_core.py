@@ -457,8 +457,8 @@ class GenCore:
     def _handed_off(self, hand: Hand, handoff: Handoff, now: float) -> list[Action]:
         if hand.handoff is not None:
             return [Measure(Metric.STALE_FRAMES)]
-        if handoff.num_tokens != hand.bind.num_tokens:
-            message = f"the hand-off record is about {handoff.num_tokens} tokens, the bind about {hand.bind.num_tokens}"
+        if handoff.num_tokens != hand.num_tokens:
+            message = f"the hand-off record is about {handoff.num_tokens} tokens, the bind about {hand.num_tokens}"
             return self._give_up(hand, "internal", message)
         hand.handoff = handoff
         hand.progress_at = now

@@ -28,7 +28,9 @@ class Hand:
         into: the same, and which of the tokens we lack.
         unit_tokens: tokens a page of ctx.
         held: how true the pages are that we had.
-        num_state_units: those of the units, behind the others, that ctx overwrites until the whole prompt is computed.
+        num_state_units: those of the units, behind the others, that ctx overwrites until its last token is computed.
+        num_state_pages: of ours, behind those of the tokens handed over.
+        num_ahead: pages behind them, for the tokens that are left to us.
         is_opaque: pages are taken whole, and ours are like ctx's.
         steps: what those that we read came through, and lost something.
     """
@@ -59,7 +61,14 @@ class Hand:
     logical_bytes: int = 0
     wire_bytes: int = 0
     num_state_units: int = 0
+    num_state_pages: int = 0
+    num_ahead: int = 0
     is_opaque: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Those whose state is handed over."""
+        return self.into.num_tokens
 
     @property
     def key(self) -> Key:
@@ -86,9 +95,15 @@ class Hand:
     def admitted(self, wire_s: float, exposed_s: float) -> Admitted:
         """What the loop is told when it may decode."""
         assert self.handoff is not None
-        pages, boot = tuple(self.pages), self.pair.boot
+        pages, boot = self._pages_in_order(), self.pair.boot
         moved = self._moved(wire_s)
         return Admitted(self.handoff, pages, self.num_matched_tokens, wire_s, self.fidelity, boot, exposed_s, moved)
+
+    def _pages_in_order(self) -> tuple[int, ...]:
+        """As a layout orders those of all tokens: the state stands behind what is ahead of it."""
+        ahead = len(self.pages) - self.num_ahead
+        state = ahead - self.num_state_pages
+        return (*self.pages[:state], *self.pages[ahead:], *self.pages[state:ahead])
 
     def _moved(self, wire_s: float) -> Moved:
         read, total = len(self.seen), self._num_units
@@ -99,13 +114,13 @@ class Hand:
 
     @property
     def _num_units(self) -> int:
-        """All that the prompt has at ctx."""
-        return -(-self.bind.num_tokens // self.unit_tokens) + self.num_state_units
+        """All that ctx has of it."""
+        return -(-self.num_tokens // self.unit_tokens) + self.num_state_units
 
     @property
     def stalled(self) -> bool:
         """Whether something that ctx has declared final is not here yet."""
-        whole = self.tokens_ready >= self.bind.num_tokens
+        whole = self.tokens_ready >= self.num_tokens
         final = self._num_units if whole else self.tokens_ready // self.unit_tokens
         missing = self.units.missing()
         return bool(missing) and missing[0].ordinal < final

@@ -47,11 +47,14 @@ def handoff_record(submit: Submit, result: PrefillResult, tail_tokens: int | Non
         lease_s=submit.lease_s,
         scope=submit.scope,
         first_sample=submit.first_sample,
+        left_to_gen=submit.left_to_gen,
+        stamps=result.stamps if submit.left_to_gen else {},
+        cached_tokens=result.cached_tokens if submit.left_to_gen else 0,
     )
 
 
 def first_deltas(submit: Submit, result: PrefillResult) -> list[Delta]:
-    """One a sample; the first one's carries what belongs to the prompt."""
+    """One a sample, if ctx drew any; the first one's carries what belongs to the prompt."""
     return [_first_delta(submit, result, place, first) for place, first in enumerate(result.firsts)]
 
 

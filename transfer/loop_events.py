@@ -50,11 +50,11 @@ class Arrived:
 class Admitted:
     """A hand-off that is complete and valid: gen may decode. The hold on `pages` passes to the loop, which releases it.
 
-    `pages`: one a page ordinal of the first `handoff.num_tokens` tokens (SCRATCH_PAGE where the group no longer needs
-    that page). `num_matched_tokens`: of them, tokens whose pages this worker already had (published, so read-only).
-    `wire_s`: from bind to valid on this worker's clock. `fidelity`: who may find these pages in the prefix index.
-    `ctx`: boot id of the worker that they came from. `exposed_s`: of wire_s, what came after all pages were final.
-    `moved`: how they came, for the client's receipt.
+    `pages`: one a page ordinal of the first `handoff.num_tokens` tokens, and of those that are left to gen
+    (SCRATCH_PAGE where the group no longer needs that page). `num_matched_tokens`: of them, tokens whose pages this
+    worker already had (published, so read-only). `wire_s`: from bind to valid on this worker's clock. `fidelity`: who
+    may find these pages in the prefix index. `ctx`: boot id of the worker that they came from. `exposed_s`: of wire_s,
+    what came after all pages were final. `moved`: how they came, for the client's receipt.
     """
 
     handoff: Handoff
@@ -121,9 +121,9 @@ class FirstToken:
 class PrefillResult:
     """What the last chunk of a leg `prefill` gave.
 
-    `firsts`: one a sample, in order. `num_tokens`: tokens whose state is in the pages (prompt and earlier output).
-    `prompt_logprobs`: as Delta has them. `cached_tokens`: of the prompt, found in the prefix index. `stamps`: seconds
-    on this worker's clock, at least `queue` and `prefill`.
+    `firsts`: one a sample, in order; none if tokens are left to gen. `num_tokens`: tokens whose state is in the pages
+    (prompt and earlier output). `prompt_logprobs`: as Delta has them. `cached_tokens`: of the prompt, found in the
+    prefix index. `stamps`: seconds on this worker's clock, at least `queue` and `prefill`.
     """
 
     firsts: tuple[FirstToken, ...]
@@ -135,7 +135,7 @@ class PrefillResult:
     @property
     def finished(self) -> bool:
         """True if every sample ended with its first token, so that no gen is needed."""
-        return all(first.finish is not None for first in self.firsts)
+        return bool(self.firsts) and all(first.finish is not None for first in self.firsts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +160,11 @@ class LoopStats:
     `stamp`: time.monotonic() of the last pass (also of idle passes). `phase`: load | compile | run. `headroom_pages`:
     what the oldest running request may still need; gen grants no bind that would leave fewer. Rates are 0 until known.
 
-    The rest only grows. `prompt_positions`: positions that prefill computed here (on gen: local and recompute, of which
-    `recomputed_positions`). `prefix_hit_tokens`: prompt tokens found in the index. `preemptions`: sequences put back.
-    `drafts_*`: guesses of tokens that were verified, and those of them that became tokens; `undrafted`: requests
-    decoded without guesses, by reason. `shadow_*`: shadow checks by result, and the time they took. `prefills`: the
-    last ones, until told.
+    The rest only grows. `prompt_positions`: positions that prefill computed here (on gen: local, replay and recompute,
+    of which `replayed_positions` and `recomputed_positions`). `prefix_hit_tokens`: prompt tokens found in the index.
+    `preemptions`: sequences put back. `drafts_*`: guesses of tokens that were verified, and those of them that became
+    tokens; `undrafted`: requests decoded without guesses, by reason. `shadow_*`: shadow checks by result, and the time
+    they took. `prefills`: the last ones, until told.
     """
 
     stamp: float = 0.0
@@ -177,6 +177,7 @@ class LoopStats:
     prefill_tokens_per_s: float = 0.0
     prompt_positions: int = 0
     recomputed_positions: int = 0
+    replayed_positions: int = 0
     prefix_hit_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0

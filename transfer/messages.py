@@ -46,7 +46,7 @@ from tailrace.transfer.page_frames import (
 from tailrace.transfer.page_frames import LandingGrant as LandingGrant
 from tailrace.transfer.page_list import PageDescriptor as PageDescriptor
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NOT_HELD = "not_held"  # Fail.code
 HASH_BYTES = 16
 ID_BYTES = 4
@@ -62,6 +62,12 @@ def unpack_ids(data: bytes) -> list[int]:
     ids = array("i")
     ids.frombytes(data)
     return ids.tolist()
+
+
+def handed_tokens(num_tokens: int, left_to_gen: int) -> int:
+    """Tokens of a prompt that ctx computes and hands over. One at least, or there would be nothing to bind for; where
+    that is one more than was meant, gen computes it again."""
+    return max(1, num_tokens - left_to_gen) if left_to_gen else num_tokens
 
 
 # ---------------------------------------------------------------------------------------------------- identity, pairing
@@ -206,7 +212,8 @@ class Place:
     Sent again, unchanged but for `at`, to a router that the ingress has just linked to (again): for every attempt that
     has no answer yet (`at` empty) and for every one that is placed on a ctx and has no gen yet (`at`: that ctx's boot
     id; the router takes it over and answers with the `decode` leg only). `exclude`: boot ids that failed this request
-    before, avoided if others are there. With max_new_tokens <= 1 no gen will be bound.
+    before, avoided if others are there. `left_to_gen`: as Submit has it. With max_new_tokens <= 1 no gen will be bound,
+    unless it is to draw the first token.
     """
 
     request: str
@@ -223,6 +230,7 @@ class Place:
     namespace: bytes
     exclude: tuple[str, ...]
     at: str
+    left_to_gen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +299,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Router asks a gen to reserve pages and read from ctx."""
+    """Router asks a gen to reserve pages for all tokens, and to read those from ctx that are not left to it."""
 
     seq: int
     request: str
@@ -302,6 +310,7 @@ class Bind:
     samples: int
     hashes: bytes
     namespace: bytes
+    left_to_gen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +351,8 @@ class Submit:
     `output_ids`: what former attempts already sent of its one sample; empty at first. `samples` samples share one
     prefill; they are numbered from `first_sample` on, in draws and in deltas.
     `hashes` cover the full blocks of prompt + output_ids. `no_cache`: match no prefix (prompt logprobs need all
-    rows; pages of a former attempt were corrupt).
+    rows; pages of a former attempt were corrupt). `left_to_gen`: the last so many of all tokens are not for ctx, which
+    leaves out the upper layers and draws nothing (bounded replay); 0: it computes all and draws the first token.
     """
 
     request: str
@@ -360,6 +370,7 @@ class Submit:
     no_cache: bool
     scope: str = ""  # of its block hashes
     first_sample: int = 0
+    left_to_gen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +407,7 @@ class Moved:
 
     `logical_bytes`, `wire_bytes`: worth before the codec, and moved. `pages`, `pages_skipped`: of ctx's, those that
     were read, and those that were not because gen had them or no longer needs them. `verified`: their sums were
-    compared. `seconds`: from bind to valid on gen's clock.
+    compared. `seconds`: from bind to valid on gen's clock. `step`: what the state has lost, empty if it is exact.
     """
 
     transport: str
@@ -407,6 +418,7 @@ class Moved:
     pages_skipped: int
     verified: bool
     seconds: float
+    step: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +426,8 @@ class Delta:
     """New tokens of one sample. `start`: index of the first among the sample's output tokens, so repeats are seen.
 
     `finish`: None | stop | length. `stop_id`: the id that ended it, itself not in `ids`' text. `prompt_logprobs` and
-    `cached_tokens` come with the first delta. `stamps`: durations in seconds on the sender's clock (queue, prefill).
+    `cached_tokens` come with the first delta. `stamps`: durations in seconds on the clocks of who computed it (queue,
+    prefill and, where gen computed the prompt's end, replay).
     `moved`: with the first delta after a hand-off.
     """
 

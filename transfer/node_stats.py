@@ -47,6 +47,8 @@ def set_loop_gauges(metrics: Metrics, stats: LoopStats) -> None:
     metrics.raise_to("tailrace_prefix_hit_tokens_total", stats.prefix_hit_tokens)
     metrics.raise_to("tailrace_prompt_positions_total", stats.prompt_positions, kind="computed")
     metrics.raise_to("tailrace_prompt_positions_total", stats.recomputed_positions, kind="recomputed")
+    if stats.replayed_positions:
+        metrics.raise_to("tailrace_prompt_positions_total", stats.replayed_positions, kind="replayed")
     metrics.raise_to("tailrace_output_tokens_total", stats.output_tokens)
     metrics.raise_to("tailrace_preemptions_total", stats.preemptions)
     if stats.drafts_verified:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.transfer.page_list import PageDescriptor, PageList
@@ -77,7 +77,8 @@ class Handoff:
     `first_tokens`: one a sample; `finished`: per sample, whether its first token ended it. `tail_ids`: the last k
     prompt ids (all of them when gen_prompt_tail_tokens is unset). `counts`: token id -> count over the whole prompt
     (only if the params need counts). `output_ids`: what former attempts sent. `num_tokens`: tokens whose state is in
-    the pages.
+    the pages. `left_to_gen`: how many were to be left to gen; if any, there are no first tokens, and `stamps` and
+    `cached_tokens` are for gen's first delta.
     """
 
     request: str
@@ -97,6 +98,9 @@ class Handoff:
     lease_s: float
     scope: str = ""
     first_sample: int = 0
+    left_to_gen: int = 0
+    stamps: dict[str, float] = field(default_factory=dict)
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

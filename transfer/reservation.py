@@ -10,7 +10,7 @@ from tailrace.kv_cache.manager import KvManager
 from tailrace.transfer.bitmap import Unit, UnitBitmap
 from tailrace.transfer.core_events import PairUp
 from tailrace.transfer.hand import Hand
-from tailrace.transfer.messages import Bind, NotNow
+from tailrace.transfer.messages import Bind, NotNow, handed_tokens
 from tailrace.transfer.page_plan import Destination, overlapping
 
 RETRY_S = 0.1  # when a refused bind may fit, as far as this worker can know
@@ -22,9 +22,9 @@ def reserve(kv: KvManager, bind: Bind, pair: PairUp, headroom_pages: int, now: f
     Args:
         headroom_pages: what must stay available unless this bind could not be served without it.
     """
-    layout = kv.layout
-    num_pages, first = layout.num_pages(bind.num_tokens), layout.first_needed_page(bind.num_tokens)
-    hit = kv.match_prefix(bind.namespace, bind.hashes, bind.num_tokens, whole=True, steps=pair.steps)
+    layout, num_tokens = kv.layout, handed_tokens(bind.num_tokens, bind.left_to_gen)
+    num_pages, first = layout.num_pages(bind.num_tokens), layout.first_needed_page(num_tokens)
+    hit = kv.match_prefix(bind.namespace, bind.hashes, num_tokens, whole=True, steps=pair.steps)
     kv.release(hit.pages[:first])  # before the window
     held = hit.pages[first:]
     missing = num_pages - max(first, len(hit.pages))
@@ -36,14 +36,15 @@ def reserve(kv: KvManager, bind: Bind, pair: PairUp, headroom_pages: int, now: f
         why = "pages" if roomy else "headroom"
         return NotNow(bind.request, bind.attempt, why, missing, available, RETRY_S)
     pages = [SCRATCH_PAGE] * first + held + new
-    matched = min(len(hit.pages) * layout.tokens_per_page, bind.num_tokens)
-    first_token = max(layout.first_needed_token(bind.num_tokens), matched)
-    into = Destination(tuple(pages), first_token, bind.num_tokens)
+    matched = min(len(hit.pages) * layout.tokens_per_page, num_tokens)
+    first_token = max(layout.first_needed_token(num_tokens), matched)
+    into = Destination(tuple(pages), first_token, num_tokens)
     unit_tokens = pair.tokens_per_page or layout.tokens_per_page
     # State pages cross whatever of the history is here: the prefix index knows nothing of what is overwritten.
-    state = range(layout.history_pages(bind.num_tokens), layout.moved_pages(bind.num_tokens))
-    expected = [Unit(0, o) for o in (*overlapping(unit_tokens, first_token, bind.num_tokens), *state)]
+    state = range(layout.history_pages(num_tokens), layout.moved_pages(num_tokens))
+    expected = [Unit(0, o) for o in (*overlapping(unit_tokens, first_token, num_tokens), *state)]
     return Hand(
         bind, pair, pages, into, unit_tokens, matched, UnitBitmap(expected), now, now, now, held=hit.fidelity,
-        num_state_units=len(state), is_opaque=layout.is_opaque,
+        num_state_units=len(state), num_state_pages=layout.num_state_pages,
+        num_ahead=num_pages - layout.num_pages(num_tokens), is_opaque=layout.is_opaque,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -22,6 +23,7 @@ from tailrace.cluster.sizes import derive
 from tailrace.model.config import ModelConfig, Rope
 from tailrace.model.errors import ConfigError
 from tailrace.model.family import FAMILIES, FamilyConfig
+from tailrace.model.replay_policy import ReplayPolicy
 from tests.model.published import V4_FLASH, V32, V41_FLASH, published_config
 
 MANIFESTS = SCHEMA_FILE.parent
@@ -80,10 +82,10 @@ FIELDS = (
         "enable_client_io_during_gpu_wait": ([False], [(True, "GPU path"), (0, "boolean")]),
         "run_ahead": ([0], [(1, "needs device: cuda"), (2, "less than or equal to 1")]),
         "transfer_failure_policy": (["recompute", "fail"], [("retry", "recompute"), (None, "recompute")]),
-        "handoff_mode": (["full"], [("bounded_replay_on_generation", "derived state"), ("half", "full")]),
+        "handoff_mode": (["full", "bounded_replay_on_generation"], [("half", "full"), (None, "full")]),
         "replay": ([{}, {"encoder": None}], [({"encode": 1}, "did you mean 'encoder'"), (None, "dictionary")]),
-        "replay.encoder": ([None], [(8, "derived state"), (0, "greater")]),
-        "replay.decoder": ([None], [(8, "derived state"), (0, "greater")]),
+        "replay.encoder": ([None], [(8, "no meaning with handoff_mode 'full'"), (0, "greater")]),
+        "replay.decoder": ([None], [(8, "no meaning with handoff_mode 'full'"), (0, "greater")]),
         "backflow": ([False, True], [("false", "boolean"), (None, "boolean")]),
         "shadow_check_every": ([0, 100], [(-1, "greater than or equal to 0"), (0.5, "integer")]),
         "host_cache_bytes": ([0, "0B"], [("1GiB", "host tier"), (-1, "greater than or equal to 0")]),
@@ -356,6 +358,31 @@ RULES = {
         {"gen_prompt_tail_tokens": 512, "transceiver_runtime": "python", "block_tokens": 512},
         {"gen_prompt_tail_tokens": 256, "transceiver_runtime": "python", "block_tokens": 512},
         "gen_prompt_tail_tokens: 256 is less than block_tokens (512)",
+    ),
+    "what is replayed belongs to its mode": (
+        {"handoff_mode": "bounded_replay_on_generation", "replay": {"decoder": 256}},
+        {"replay": {"decoder": 256}},
+        "replay.decoder: 256 has no meaning with handoff_mode 'full'",
+    ),
+    "the lower layers see no fewer tokens": (
+        {"handoff_mode": "bounded_replay_on_generation", "replay": {"decoder": 256, "encoder": 300}},
+        {"handoff_mode": "bounded_replay_on_generation", "replay": {"decoder": 256, "encoder": 255}},
+        "replay.encoder: 255 is less than replay.decoder (256)",
+    ),
+    "a prompt tail covers what is replayed and looked back at": (
+        {
+            "handoff_mode": "bounded_replay_on_generation",
+            "replay": {"decoder": 256},
+            "transceiver_runtime": "python",
+            "gen_prompt_tail_tokens": 259,
+        },
+        {
+            "handoff_mode": "bounded_replay_on_generation",
+            "replay": {"decoder": 256},
+            "transceiver_runtime": "python",
+            "gen_prompt_tail_tokens": 258,
+        },
+        "gen_prompt_tail_tokens: 258 is less than 259: the 256 tokens that gen replays",
     ),
     "never prefilling locally has no threshold": (
         {"local_prefill": "never", "local_prefill_max_tokens": 0},
@@ -719,5 +746,43 @@ def test_every_stable_field_is_used_by_the_composition():
         for name, field in kind.model_fields.items()
         if field.json_schema_extra["x-status"] == "stable"
     }
-    only_rules = {"transceiver_runtime", "replay"}  # the first follows from transport, the other waits
+    only_rules = {"transceiver_runtime"}  # it follows from transport
     assert stable - read == only_rules
+
+
+REPLAYS = {"handoff_mode": "bounded_replay_on_generation", "kv_bytes": "2GiB"}
+
+
+def test_a_replay_is_of_two_windows_unless_said_otherwise_and_exact_from_a_number_on():
+    assert derive(load_config({"kv_bytes": "2GiB"}), family(V41_FLASH)).replay is None
+    sizes = derive(load_config(REPLAYS), family(V41_FLASH))
+    assert (sizes.replay, sizes.replay_step) == (ReplayPolicy(256, 256), "replay-256")
+    for said, policy, step in (
+        ({"decoder": 140}, ReplayPolicy(140, 140), "replay-140"),
+        ({"decoder": 128, "encoder": 500}, ReplayPolicy(128, 500), "replay-128"),
+        ({"decoder": 2541}, ReplayPolicy(2541, 2541), ""),
+    ):
+        sizes = derive(load_config(REPLAYS | {"replay": said}), family(V41_FLASH))
+        assert (sizes.replay, sizes.replay_step) == (policy, step)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        (V4_FLASH, {}, "handoff_mode: bounded_replay_on_generation needs a model whose upper layers"),
+        (V41_FLASH, {"replay": {"decoder": 127}}, "replay: decoder is 127 tokens, fewer than a window of 128"),
+        (V41_FLASH, {"replay": {"encoder": 200}}, "decoder is 256 and encoder 200"),
+        (
+            V41_FLASH, {"gen_prompt_tail_tokens": 258, "transceiver_runtime": "python"},
+            "gen_prompt_tail_tokens: 258 is less than 259",
+        ),
+    ],
+)  # fmt: skip
+def test_a_replay_that_a_model_cannot_do_is_refused_with_the_numbers(model, more, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        derive(load_config(REPLAYS | more), family(model))
+
+
+def test_a_model_of_plain_pages_replays_nothing():
+    with pytest.raises(ConfigError, match="handoff_mode: .* family llama is none: use full"):
+        derive(load_config(REPLAYS), MODEL)

@@ -82,3 +82,28 @@ def test_drafts_change_no_answer_and_are_counted(tmp_path: Path):
         accepted = cluster.settled_metric("tailrace_draft_tokens_total", result="accepted")
         assert 0 < accepted < proposed
         cluster.quiet()
+
+
+def test_a_prompts_end_left_to_gen_answers_as_one_process_and_gen_draws_the_first_token(tmp_path: Path):
+    """An exact replay, so that answers are known: 5 upper layers of 16 tokens."""
+    model = Model(str(write_tiny_family(tmp_path / "model", "v41-engram")))
+    replayed, lengths = 5 * 15 + 1, (1, 77, 130)
+    config = {
+        "transport": "nixl", "tokens_per_page": PAGE, "block_tokens": PAGE, "max_num_tokens": 40,
+        "handoff_mode": "bounded_replay_on_generation", "replay": {"decoder": replayed}, "local_prefill": "never",
+    }  # fmt: skip
+    with LocalCluster(tmp_path / "cluster", model.spec, **config) as cluster:
+        cluster.poison()
+        assert_equal(cluster, model, [prompt_of(n, 100 + n) for n in lengths], 8)
+        handed = [max(1, n - replayed) for n in lengths]
+        page_bytes = model.ref.layout.bytes_per_page
+        moved = cluster.settled_metric("tailrace_transfer_bytes_total", kind="logical", transport="nixl")
+        assert moved == sum(moved_pages(model, n) for n in handed) * page_bytes
+        assert cluster.settled_metric("tailrace_prompt_positions_total", role="gen", kind="replayed") == sum(
+            min(n, replayed) for n in lengths
+        )
+        assert cluster.settled_metric("tailrace_output_tokens_total", role="ctx") == 0
+        one = answer(cluster, prompt_of(130, 230), 1)
+        two = answer(cluster, prompt_of(130, 230), 8, n=2)
+        assert two["token_ids"][:1] == one["token_ids"]
+        cluster.quiet()

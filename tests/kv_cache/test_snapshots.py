@@ -155,3 +155,35 @@ def test_books_that_have_lost_a_snapshot_are_found():
     worker.kv._index._snapshots.clear()
     with pytest.raises(LedgerError, match="not in the tree"):
         worker.kv.check()
+
+
+def test_state_that_lacks_something_has_a_class_of_its_own_below_the_same_history():
+    worker = Worker()
+    kv, hashes = worker.kv, HASHER.hash_blocks("x", A)
+    worker.prefill(A, keep=False)
+
+    def keep(step: str) -> tuple[int, ...]:
+        copy = kv.allocate(3)
+        assert copy is not None
+        kv.publish_snapshot(NS, hashes, 20, copy, step)
+        kv.release(copy)
+        kv.check()
+        return tuple(copy)
+
+    def found(*steps: str) -> tuple[int, ...]:
+        hit = kv.match_prefix(NS, hashes, 21, steps=steps)
+        assert hit.fidelity.is_exact, "the history is"
+        kv.release([*hit.pages, *hit.snapshot])
+        return hit.snapshot
+
+    assert kv.snapshot_tokens(NS, hashes, 21, "half") == kv.snapshot_tokens(NS, hashes, 21) == 20
+    half = keep("half")
+    assert found() == found("third") == () and found("half") == half
+    assert kv.snapshot_tokens(NS, hashes, 21, "half") == 0 and kv.snapshot_tokens(NS, hashes, 21) == 20
+    whole = keep("")
+    assert found() == found("third") == found("half") == whole, "what lacks nothing will do for everybody"
+    assert kv.snapshot_tokens(NS, hashes, 21, "third") == 0
+    taken = kv.allocate(kv.available())  # both go with the history they end
+    assert taken is not None and not kv.counts().cached
+    kv.release(taken)
+    kv.check()

@@ -129,6 +129,58 @@ def test_the_usual_way():
     assert run.flow.state is State.FINISHED and run.text() == "abc" and run.flow.completion_tokens == 3
 
 
+REPLAYS = FlowPolicy(left_to_gen=2)
+
+
+def test_a_first_token_that_gen_draws_and_one_that_is_all():
+    """handoff_mode bounded_replay_on_generation: nothing comes from ctx, which is held until gen speaks."""
+    run = Run(policy=REPLAYS, max_tokens=1)
+    assert run.sent[0].frame.left_to_gen == 2
+    ((_, submit),) = run.placed("prefill", "ctx")
+    assert submit.left_to_gen == 2
+    assert run.placed("decode", "gen") == [("gen", Renew((("r", 1),), 10.0))]
+    assert [leg.worker for leg, _ in run.flow.held()] == ["ctx", "gen"]
+    stamps = {"queue": 0.5, "prefill": 1.0, "replay": 0.25}
+    ((where, done),) = run.tokens("gen", 0, [0], finish="length", stamps=stamps, cached_tokens=2)
+    assert (where, done.outcome, done.timing.prefill_s, run.flow.cached_tokens) == ("router", "finished", 1.0, 2)
+    assert run.text() == "a"
+
+
+def test_what_is_left_to_gen_follows_from_what_is_asked_for():
+    for params, left in (
+        ({}, 2), ({"max_tokens": 0, "prompt_logprobs": 1}, 0), ({"prompt_logprobs": 1}, 0), ({"max_tokens": 0}, 0),
+    ):  # fmt: skip
+        run = Run(policy=REPLAYS, **params)
+        assert run.sent[0].frame.left_to_gen == left, params
+        assert run.placed("prefill", "ctx")[0][1].left_to_gen == left
+    run = Run(policy=REPLAYS)
+    ((_, local),) = run.placed("local", "gen")
+    assert local.left_to_gen == 0, "a gen that computes all of it leaves nothing to anybody"
+
+
+def test_an_attempt_stays_about_as_many_tokens_as_the_router_was_told():
+    """Prompt logprobs that another attempt brings in between change nothing of it; the next attempt leaves tokens."""
+    run = Run(policy=REPLAYS, prompt_logprobs=1)
+    run.flow.prompt_logprobs = (TokenLogprob(5, None, ()),)
+    assert run.placed("prefill", "ctx")[0][1].left_to_gen == 0
+    run.gone("ctx")
+    run.tick(1.0)
+    assert run.sent[-1].frame.left_to_gen == 2
+
+
+def test_a_ctx_that_dies_while_gen_replays_costs_an_attempt_and_one_that_dies_behind_it_nothing():
+    run = Run(policy=REPLAYS)
+    run.placed("prefill", "ctx")
+    run.placed("decode", "gen")
+    run.tokens("gen", 0, [0])
+    assert run.flow.state is State.DECODING and run.gone("ctx") == []
+    run = Run(policy=REPLAYS)
+    run.placed("prefill", "ctx")
+    run.placed("decode", "gen")
+    sent = run.gone("ctx")
+    assert [type(f) for _, f in sent] == [Cancel, Done, Place], "nobody knows yet whether gen has it all"
+
+
 def test_a_gen_bound_before_the_first_token():
     run = Run()
     run.placed("prefill", "ctx")

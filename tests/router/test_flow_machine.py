@@ -22,10 +22,12 @@ pick = st.integers(0, 999)
 class FlowMachine(RuleBasedStateMachine):
     @initialize(
         total=st.sampled_from([4, 40]), migrations=st.sampled_from([1, 8]), never=st.booleans(),
-        retries=st.sampled_from([True, True, False]), deaths=st.sampled_from([2, 9]),
+        retries=st.sampled_from([True, True, False]), deaths=st.sampled_from([2, 9]), left=st.sampled_from([0, 0, 9]),
     )  # fmt: skip
-    def begin(self, total, migrations, never, retries, deaths):
-        policy = FlowPolicy(retries, deaths, router_wait_s=3.0, rebind_wait_s=4.0, request_lease_s=LEASE_S)
+    def begin(self, total, migrations, never, retries, deaths, left):
+        policy = FlowPolicy(
+            retries, deaths, router_wait_s=3.0, rebind_wait_s=4.0, request_lease_s=LEASE_S, left_to_gen=left
+        )
         self.world = World(
             total=total, policy=policy, max_migrations_in_flight=migrations, breaker_probe_s=0.5,
             max_worker_deaths_per_request=deaths, local_prefill="never" if never else "auto",

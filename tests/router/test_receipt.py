@@ -76,3 +76,9 @@ async def test_the_parts_add_up_to_the_whole():
     stamps = Stamps(began=1.0, placed=1.25, first_token=3.0, worker={"queue": 0.25, "prefill": 1.0})
     parts = ttft_parts(stamps, 0.5)
     assert parts == {"whole": 2.5, "tokenize": 0.5, "place": 0.25, "queue": 0.25, "prefill": 1.0, "wire": 0.5}
+
+
+async def test_a_first_token_of_gen_has_its_replay_as_a_part():
+    worker = {"queue": 0.25, "prefill": 0.5, "replay": 0.5}
+    parts = ttft_parts(Stamps(began=1.0, placed=1.25, first_token=3.0, worker=worker), 0.5)
+    assert (parts["replay"], parts["wire"]) == (0.5, 0.5) and sum(parts.values()) == 2 * parts["whole"]

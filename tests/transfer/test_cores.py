@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from handoff_sim import CONFIG, NAMESPACE, PAGE, World, layout, prompt
+from handoff_sim import CONFIG, NAMESPACE, PAGE, World, layout, prompt, row_layout
 
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.errors import ConfigError
@@ -60,6 +60,49 @@ def test_a_prompt_prefilled_on_ctx_is_decoded_on_gen(landing):
     finished(*requests)
     assert all(r.firsts == 1 and r.attempt == 0 for r in requests)
     assert moved(world.workers["g0"]) == sum(-(-len(r.tokens) // PAGE) for r in requests) * PAGE_BYTES
+    world.assert_quiet()
+
+
+@BOTH
+def test_what_is_left_to_gen_is_neither_computed_nor_moved_and_has_its_pages_from_the_start(landing):
+    """Also where all is left, and one token is handed over all the same; ctx draws no token, not even of one."""
+    world = World(landing=landing, layout=row_layout(), ctx_pages=80, gen_pages=120)
+    plain = [world.submit(f"r{n}", prompt(n, n), left=7) for n in (1, 2, 7, 8, 9, 10, 11, 12, 15, 16, 40)]
+    one = world.submit("one", prompt(50, 30), max_tokens=1, left=7)
+    world.run(8)
+    finished(*plain, one)
+    assert all(r.firsts == 0 and r.attempt == 0 for r in (*plain, one)), "gen's first delta is its second word here"
+    gen = world.workers["g0"]
+    assert {a.handoff.request: a.handoff.num_tokens for a in gen.admitted} == {
+        r.name: max(1, len(r.tokens) - 7) for r in (*plain, one)
+    }
+    assert all(a.handoff.first_tokens == () and a.handoff.left_to_gen == 7 for a in gen.admitted)
+    pages = sum(row_layout().moved_pages(max(1, len(r.tokens) - 7)) for r in (*plain, one))
+    assert moved(gen) == pages * row_layout().bytes_per_page
+    world.assert_quiet()
+
+
+def test_a_request_that_waits_for_a_gen_needs_pages_for_what_is_left_too():
+    world = World(layout=row_layout())
+    world.binding = False
+    world.submit("r", prompt(0, 21), left=9)
+    world.run(1)
+    assert [held.needs for held in world.workers["c0"].core.holding()] == [21]
+    world.binding = True
+    world.run(3)
+    (admitted,) = world.workers["g0"].admitted
+    assert len(admitted.pages) == row_layout().num_pages(21) and admitted.moved.pages == row_layout().moved_pages(12)
+    world.assert_quiet()
+
+
+def test_a_record_of_other_tokens_than_were_bound_for_is_given_up():
+    """Both sides reckon what is handed over; if they do not agree nothing is decoded."""
+    world = World()
+    request = world.submit("r", prompt(0, 21), left=9)
+    request.left = 8  # the router says another number than the ingress did; the next attempt is about 8 everywhere
+    world.run(4)
+    finished(request)
+    assert [(a.handoff.attempt, a.handoff.num_tokens) for a in world.workers["g0"].admitted] == [(1, 13)]
     world.assert_quiet()
 
 

@@ -51,12 +51,13 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(
         family=st.integers(0, 2), length=st.integers(1, 30), max_tokens=st.sampled_from([1, 8, 8, 8]),
-        n=st.integers(1, 3), seconds=st.sampled_from([0.0, 0.06, 0.1, 0.2]),
+        n=st.integers(1, 3), seconds=st.sampled_from([0.0, 0.06, 0.1, 0.2]), left=st.sampled_from([0, 0, 0, 5, 40]),
     )  # fmt: skip
-    def submit(self, family, length, max_tokens, n, seconds):
+    def submit(self, family, length, max_tokens, n, seconds, left):
+        """`left`: of the prompt's last tokens, to gen."""
         for _ in range(n):
             self.count += 1
-            self.world.submit(f"r{self.count}", prompt(family, length, self.count), max_tokens=max_tokens)
+            self.world.submit(f"r{self.count}", prompt(family, length, self.count), max_tokens=max_tokens, left=left)
         self.world.run(seconds)
 
     @rule(seconds=st.sampled_from([0.01, 0.03, 0.1, 0.3]))

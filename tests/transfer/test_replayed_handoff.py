@@ -1,0 +1,233 @@
+"""handoff_mode bounded_replay_on_generation: ctx leaves a prompt's end to gen, which draws the first token. Real loops
+and transports over DeepSeek V4.1, as tests/transfer/test_row_handoff.py has them for whole prompts.
+
+An exact replay answers as one process does; a bounded one as one process that replays as much, whatever the chunks, the
+transport and the batch. Freed pages are poisoned, and what the upper layers lack is garbage: who reads it is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from equal import prompt_of
+from oracle import Comparison, Reference, greedy, reference
+from row_rig import RowRig
+from tiny_families import write_tiny_family
+
+from tailrace.engine.step import Logprob
+from tailrace.kernels.paged_attention import RowSpan
+from tailrace.model.replay_policy import LOWER_HALF, ReplayPolicy, exact_replay
+from tailrace.model.row_store import RowPool
+from tailrace.model.sampling_params import SamplingParams
+
+PAGE = 16
+BOUNDED = ReplayPolicy(20, 20)
+
+
+@pytest.fixture(scope="module", params=["v41-engram", pytest.param("v41", marks=pytest.mark.soak)])
+def ref(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    directory = write_tiny_family(tmp_path_factory.mktemp("replay"), request.param)
+    yield reference(directory, tokens_per_page=PAGE, block_tokens=PAGE, num_pages=1000)
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make(ref: Reference) -> Iterator[Callable[..., RowRig]]:
+    rigs: list[RowRig] = []
+
+    def of(kind: str = "shm", replay: ReplayPolicy = BOUNDED, **options: Any) -> RowRig:
+        if kind == "nixl":
+            pytest.importorskip("nixl")
+        rigs.append(RowRig(ref, kind, replay=replay, **options))
+        return rigs[-1]
+
+    of.ref = ref  # type: ignore[attr-defined]
+    yield of
+    for rig in rigs:
+        rig.close()
+
+
+@torch.inference_mode()
+def one_process(ref: Reference, prompt: Sequence[int], policy: ReplayPolicy, count: int) -> list[Logprob]:
+    """The greedy answer behind a prompt of which the upper layers know only the end: one row a step, no loops."""
+    decoder: Any = ref.weights
+    size = len(prompt) + count
+    pool = RowPool(torch.full((80, ref.layout.bytes_per_page), 0xFF, dtype=torch.uint8), decoder.layout)
+    table = np.arange(1, 1 + ref.layout.num_pages(size), dtype=np.int32)
+    begin = max(0, len(prompt) - policy.decoder)
+    ids, found = list(prompt), []
+    cuts = [0, *([begin] if begin else []), *range(len(prompt), size)]
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        span = RowSpan(start, end - start, table, upper_from=begin)
+        hidden = decoder.forward(torch.tensor(ids[start:end]), torch.arange(start, end), pool, [span])
+        if end >= len(prompt):
+            logprobs = decoder.logits(hidden[-1:])[0].log_softmax(-1)
+            top = logprobs.topk(5)
+            pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            found.append(Logprob(pairs[0][0], pairs[0][1], pairs))
+            ids.append(pairs[0][0])
+    return found
+
+
+def assert_bounded(rig: RowRig, prompts: Sequence[Sequence[int]], count: int = 8, share: float = 0.9, **options: Any):
+    assert rig.replay is not None
+    answers = rig.ask(prompts, greedy(count), **options)
+    comparison = Comparison()
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert not answer.failed, answer.failed
+        comparison.add(one_process(rig.ref, prompt, rig.replay, count), answer.samples[0])
+    comparison.check(share)
+    return answers
+
+
+def lengths_of(policy: ReplayPolicy) -> list[int]:
+    """What is handed over ends before, at and after every border; prompts shorter than the replay, too."""
+    return [1, policy.decoder, *(policy.encoder + n for n in (1, 2, 15, 16, 17, 33))]
+
+
+@pytest.mark.parametrize(("kind", "verify"), [("shm", True), ("nixl", False)])
+def test_an_exact_replay_answers_as_one_process_after_every_length(make, kind: str, verify: bool):
+    exact = exact_replay(make.ref.source.config).decoder
+    rig = make(kind, ReplayPolicy(exact, exact), chunk=40, verify=verify)
+    lengths = lengths_of(rig.replay)
+    answers = rig.assert_equal([prompt_of(n, 100 + n) for n in lengths], 6)
+    layout = rig.ref.layout
+    for n, answer in zip(lengths, answers, strict=True):
+        handed = max(1, n - exact)
+        assert answer.moved.pages == layout.moved_pages(handed) and answer.moved.verified == verify, n
+        assert answer.stamps.keys() == {"queue", "prefill", "replay"}
+    stats = rig.gen.node.loop_stats
+    assert stats.replayed_positions == stats.prompt_positions == sum(min(n, exact) for n in lengths)
+    assert rig.ctx.node.loop_stats.prompt_positions == sum(max(1, n - exact) for n in lengths)
+    assert rig.ctx.node.loop_stats.output_tokens == 0
+    rig.quiet()
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("shm", BOUNDED), ("nixl", ReplayPolicy(17, 40))], ids=["decoder", "encoder longer"]
+)
+def test_a_bounded_replay_answers_as_one_process_that_replays_as_much(make, kind: str, policy: ReplayPolicy):
+    rig = make(kind, policy, chunk=24)
+    lengths = lengths_of(policy)
+    assert_bounded(rig, [prompt_of(n, 200 + n) for n in lengths], 6)
+    assert rig.gen.node.loop_stats.replayed_positions == sum(min(n, policy.encoder) for n in lengths)
+    rig.quiet()
+
+
+def test_a_bounded_replay_is_another_answer_than_an_exact_one(make):
+    """What the test above could not see if nothing were left out."""
+    prompt = prompt_of(120, 7)
+    exact = exact_replay(make.ref.source.config)
+    near, far = (one_process(make.ref, prompt, policy, 12) for policy in (BOUNDED, exact))
+    (whole,) = make.ref.generate([prompt], greedy(12))
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(far, whole.samples[0].logprobs, strict=True)) < 1e-4
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(near, far, strict=True)) > 1e-3
+
+
+def test_what_ctx_keeps_is_found_again_and_never_by_who_needs_the_upper_half(make):
+    rig = make(chunk=32)
+    prompt = prompt_of(90, 5)
+    (cold,) = assert_bounded(rig, [prompt])
+    (warm,) = assert_bounded(rig, [prompt])
+    kept = (90 - BOUNDED.encoder - 1) // PAGE * PAGE
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, kept) and warm.samples == cold.samples
+    assert warm.moved.pages_skipped == (90 - BOUNDED.encoder) // PAGE, "its history is exact, and gen has it"
+    turn = [*prompt, *warm.samples[0], *prompt_of(30, 6)]
+    (longer,) = assert_bounded(rig, [turn])
+    assert longer.cached_tokens == kept
+    rig.replay = None  # whole prompts, on the same workers and caches
+    for leg in ("prefill", "local"):
+        for again in (0, 1):
+            (whole,) = rig.assert_equal([prompt], 8, leg=leg)
+            assert whole.cached_tokens == (89 // PAGE * PAGE if again else 0), "state without an upper half is no hit"
+    rig.replay = BOUNDED
+    (after,) = assert_bounded(rig, [[*prompt[:88], *prompt_of(40, 9)]])
+    assert after.cached_tokens == 80, "whole state will do as well"
+    assert LOWER_HALF
+    rig.quiet()
+
+
+def test_ids_of_the_prompts_end_are_enough(make):
+    rig = make(tail=256)
+    assert_bounded(rig, [prompt_of(n, 300 + n) for n in (20, 70, 256, 257, 290)], 5)
+    rig.quiet()
+
+
+def test_a_tail_too_short_fails_by_name_and_decodes_nothing(make):
+    rig = make(replay=ReplayPolicy(20, 260), tail=256)
+    (answer,) = rig.ask([prompt_of(270, 1)], greedy(4))
+    assert "260 tokens are left to be computed, of which not all ids are here" in answer.failed
+    assert answer.samples == [[]]
+    rig.quiet()
+
+
+def test_samples_share_one_replay_and_go_apart(make):
+    exact = exact_replay(make.ref.source.config).decoder
+    rig = make(replay=ReplayPolicy(exact, exact), chunk=40)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=11, ignore_eos=True)
+    for length in (92,):
+        prompt = prompt_of(length, 40 + length)
+        (expected,) = rig.ref.generate([prompt], params, samples=3)
+        (answer,) = rig.ask([prompt], params, samples=3)
+        assert answer.samples == [s.ids for s in expected.samples] and len({tuple(s) for s in answer.samples}) == 3
+        assert rig.gen.node.loop_stats.replayed_positions == rig.gen.node.loop_stats.prompt_positions
+    rig.quiet()
+
+
+def test_one_token_or_a_first_token_that_ends_it_is_drawn_by_gen_too(make):
+    exact = exact_replay(make.ref.source.config).decoder
+    rig = make(replay=ReplayPolicy(exact, exact))
+    prompt = prompt_of(95, 3)
+    (first,) = rig.assert_equal([prompt], 1, share=0)
+    assert len(first.samples[0]) == 1 and first.moved is not None
+    stop = SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=(first.samples[0][0],))
+    (stopped,) = rig.ask([prompt], stop)
+    assert stopped.samples == first.samples and stopped.finished == {0}
+    assert rig.ctx.node.loop_stats.output_tokens == 0
+    rig.quiet()
+
+
+def test_penalties_know_the_whole_prompt(make):
+    exact = exact_replay(make.ref.source.config).decoder
+    rig = make(replay=ReplayPolicy(exact, exact), tail=256)
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, repetition_penalty=1.7, logprobs=2)
+    prompts = [prompt_of(n, 500 + n) for n in (280, 90)]
+    expected = rig.ref.generate(prompts, params)
+    answers = rig.ask(prompts, params)
+    assert [a.samples[0] for a in answers] == [e.samples[0].ids for e in expected]
+    rig.quiet()
+
+
+def test_a15_who_gives_way_is_computed_again_from_the_start(make):
+    """All layers of it, so behind the loss its tokens come from an exact state; nothing is asked of ctx again."""
+    exact = exact_replay(make.ref.source.config).decoder
+    layout = make.ref.layout
+    rig = make(replay=ReplayPolicy(exact, exact), chunk=16, gen_pages=2 * layout.num_pages(96) + 2)
+    prompts = [prompt_of(n, 70 + n) for n in (88, 91, 92)]
+    answers = rig.assert_equal(prompts, 40, share=0.3)
+    assert rig.gen.node.loop_stats.preemptions > 0
+    assert [a.moved.pages for a in answers] == [layout.moved_pages(n - exact) for n in (88, 91, 92)]
+    rig.quiet()
+
+
+def test_many_at_once_in_one_batch(make):
+    rig = make(chunk=48, ctx_pages=160, gen_pages=200)
+    prompts = [prompt_of(5 + 9 * i, 700 + i) for i in range(7)]
+    assert_bounded(rig, prompts, 8, share=0.75)
+    rig.quiet()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chunk", [7, 16, 64])
+@pytest.mark.parametrize("kind", ["in_process", "shm", "nixl"])
+def test_many_lengths_and_chunks(make, kind: str, chunk: int):
+    rig = make(kind, chunk=chunk, gen_pages=600)
+    for n in range(1, 150, 9):
+        assert_bounded(rig, [prompt_of(m, 1000 * chunk + m) for m in range(n, n + 9)], share=0.8)
+    rig.quiet()
