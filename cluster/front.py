@@ -260,8 +260,12 @@ async def _collect_garbage(server: RouterServer) -> None:
 
 def _leave_a_core() -> None:
     """The tokenizers library takes as many threads as there are cores, and while it has a long prompt the event loop
-    would have to share one. Read when it first tokenizes; what the operator has set stands."""
-    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+    would have to share one. Where that would be one thread it uses its caller's instead: the way to a thread and back
+    is a tenth of a short prompt. Read when it tokenizes; what the operator has set stands."""
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+    if threads == 1:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class _Server(uvicorn.Server):

@@ -1,5 +1,10 @@
 """How the configuration becomes the settings of router and ingress."""
 
+import os
+
+import pytest
+
+from tailrace.cluster import front
 from tailrace.cluster.config import load_config
 from tailrace.cluster.front import ingress_config, router_settings, token_cache
 from tailrace.model.source import open_source
@@ -61,3 +66,19 @@ def test_the_prompt_token_cache_is_there_unless_switched_off_and_shared_where_th
     assert second.counts.store_tokens > 0 and second.counts.fresh_tokens == 0
     for cache in (first, second):
         cache.close()
+
+
+@pytest.mark.parametrize(("cores", "threads", "parallel"), [(1, "1", "false"), (2, "1", "false"), (4, "3", None)])
+def test_the_tokenizers_library_leaves_a_core_and_takes_no_thread_where_it_would_be_one(
+    monkeypatch, cores, threads, parallel
+):
+    names = ("RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+    for name in names:
+        monkeypatch.setenv(name, "unset")  # so that what is set below goes again
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    front._leave_a_core()
+    assert [os.environ.get(name) for name in names] == [threads, parallel]
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    front._leave_a_core()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true", "what the operator has set stands"
