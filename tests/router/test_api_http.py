@@ -4,6 +4,8 @@ import pytest
 import pytest_asyncio
 from ingress_fakes import ids_of, serving
 
+from tailrace.router import http_app
+
 ORIGIN = "https://chat.example.org"
 CORS = "access-control-allow-origin"
 
@@ -92,3 +94,13 @@ async def test_unknown_paths_and_methods_are_told_in_the_error_object(api, metho
     if method != "HEAD":
         assert error_of(response, status)["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     assert (response.headers.get("allow") is not None) == (status == 405)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_bug_of_ours_is_told_as_an_error_too(path, monkeypatch):
+    """Also on the paths that do not go through Starlette's routing."""
+    async with serving(lambda prompt, sample: ids_of(" one")) as api:
+        monkeypatch.setattr(http_app, "check_before_tokenizing", lambda body, limits: 1 / 0)
+        body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+        answer = await api.http.post(path, json=body)
+        assert error_of(answer, 500)["code"] == "internal" and answer.headers["x-request-id"]
