@@ -1,13 +1,14 @@
 """The Triton kernels of device_attention.py, same signatures.
 
-Decode: the keys of a row are cut into `splits` pieces; a program takes one piece of one key head and all query heads
-that share it (grouped-query attention reads each key once), and leaves an unfinished sum, its largest logit and its
-weight; a second kernel joins the pieces. The number of splits follows from rows and heads alone, never from lengths, so
-that a captured launch serves any lengths. Prefill: a program takes a block of a chunk's queries of one head and walks
-over its keys, those that all its queries see without a mask first, then the rest; late blocks, which see most, start
-first. Keys and values are read where they stand in their pages, and nothing past a row's length is. bfloat16 and
-float16 products run on tensor cores and are summed in float32; float32 products are exact float32. Importable only
-where triton is.
+Decode: the keys of a row are cut into pieces; a program takes one piece of one key head and all query heads that share
+it (grouped-query attention reads each key once), and leaves an unfinished sum, its largest logit and its weight; a
+second kernel joins the pieces. How many programs are launched follows from shapes alone, never from lengths, so that a
+captured launch serves any lengths; into how many of these a row is cut, the programs work out from the lengths, since
+one long row among short ones would else be one program's work. Prefill: a program takes a block of a chunk's queries of
+one head and walks over its keys, those that all its queries see without a mask first, then the rest; late blocks, which
+see most, start first. Keys and values are read where they stand in their pages, and nothing past a row's length is.
+bfloat16 and float16 products run on tensor cores and are summed in float32; float32 products are exact float32.
+Importable only where triton is.
 """
 
 # ruff: noqa: ANN001, ANN202 (Triton itself types what a kernel takes)
@@ -22,13 +23,15 @@ import triton
 import triton.language as tl
 
 from tailrace.kernels.device_attention import check_decode, check_prefill
+from tailrace.kernels.overlap_triton import begin, overlapped
 
 _LOG2_E = 1.4426950408889634
 _LEAST_ROWS = 16  # of a product on tensor cores
 _MOST_QUERIES = 64  # query heads of one key head that one decode program takes
-_DECODE_PROGRAMS = 264  # of a launch; what rows and heads lack is made up by splits
-_MOST_SPLITS = 64
-_LEAST_PIECE = 64  # keys; the splits of a pool's longest row are not shorter
+_DECODE_PROGRAMS = 264  # that keep an H200 busy: a row's keys are cut into pieces until there are so many
+_LAUNCHED_PROGRAMS = 1024  # of a launch; rows longer than others are cut into more pieces, so there is room for more
+_MOST_SPLITS = 32
+_LEAST_PIECE = 64  # keys; the pieces of a pool's longest row are not shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,13 @@ class Tile:
     queries: int = 0
 
 
-def decode_tile(dim: int, dtype: torch.dtype) -> Tile:
+def decode_tile(dim: int, dtype: torch.dtype, splits: int) -> Tile:
     """By what was fastest on an H200."""
     if dtype is torch.float32:
         return Tile(keys=32, warps=4, stages=2)
-    return Tile(keys=64, warps=4, stages=4 if dim <= 128 else 2)
+    if dim > 128:
+        return Tile(keys=64, warps=4, stages=2)
+    return Tile(keys=64, warps=4, stages=3 if splits <= 2 else 5)  # few programs wait for memory with more in flight
 
 
 def prefill_tile(dim: int, dtype: torch.dtype) -> Tile:
@@ -59,10 +64,12 @@ def prefill_tile(dim: int, dtype: torch.dtype) -> Tile:
     return Tile(queries=128, keys=64, warps=8, stages=2)
 
 
-def decode_splits(rows: int, kv_heads: int, longest: int) -> int:
-    """Pieces of a row, a power of two, from shapes alone. longest: tokens that the page table has room for."""
-    wanted = triton.cdiv(_DECODE_PROGRAMS, max(1, rows * kv_heads))
-    wanted = min(wanted, _MOST_SPLITS, max(1, longest // _LEAST_PIECE))
+def decode_splits(programs: int, longest: int) -> int:
+    """The most pieces of a row, a power of two, from shapes alone.
+
+    programs: of a launch with one piece a row.  longest: tokens that the page table has room for.
+    """
+    wanted = min(triton.cdiv(_LAUNCHED_PROGRAMS, programs), _MOST_SPLITS, max(1, longest // _LEAST_PIECE))
     return 1 << (wanted.bit_length() - 1)
 
 
@@ -82,16 +89,44 @@ def _token_places(table, at, there, page_rise, PAGE: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
+def _pieces(
+    lengths,
+    row,
+    rows,
+    window,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """(keys of a row, pieces it is cut into): of SHARE pieces its share by keys, rounded, 1 to SPLITS."""
+    length = tl.load(lengths + row)
+    if SPLITS == 1:
+        pieces = 1
+    else:
+        number = tl.arange(0, ROWS)
+        seen = tl.load(lengths + number, mask=number < rows, other=0)
+        own = length
+        if WINDOWED:
+            seen, own = tl.minimum(seen, window), tl.minimum(length, window)
+        whole = tl.maximum(tl.sum(seen.to(tl.int64), 0), 1)
+        share = (own.to(tl.int64) * (2 * SHARE) + whole) // (2 * whole)  # in integers: two kernels must agree
+        pieces = tl.minimum(tl.maximum(share, 1), SPLITS).to(tl.int32)
+    return length, pieces
+
+
+@triton.jit
 def _decode(
     q,  # pointer to [rows, HEADS, DIM], rows q_rise numbers apart
     keys,  # pointer to the layer's keys in page 0, [.., KV_HEADS, PAGE, DIM], pages page_rise numbers apart
     values,  # likewise
     table,  # pointer to int32 [rows, pages], rows table_rise numbers apart
     lengths,  # pointer to int32 [rows]
-    sinks,  # pointer to float32 [HEADS]; anything if not SINKS or several splits
-    out,  # pointer to [rows, HEADS, DIM]; used if there is one split
-    sums,  # pointer to float32 [rows, HEADS, splits, DIM]; used if there are several
-    tops,  # pointer to float32 [rows, HEADS, splits, 2]: largest logit (base 2), sum of the powers below it
+    sinks,  # pointer to float32 [HEADS]; anything if not SINKS
+    out,  # pointer to [rows, HEADS, DIM], for rows of one piece
+    sums,  # pointer to float32 [rows, HEADS, SPLITS, DIM], for rows of several
+    tops,  # pointer to float32 [rows, HEADS, SPLITS, 2]: largest logit (base 2), sum of the powers below it
+    rows,
     q_rise,
     table_rise,
     page_rise,
@@ -103,92 +138,102 @@ def _decode(
     PAGE: tl.constexpr,
     QUERIES: tl.constexpr,  # heads a program
     KEYS: tl.constexpr,  # tokens a step
+    ROWS: tl.constexpr,  # rows rounded up to a power of two
     SPLITS: tl.constexpr,
+    SHARE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     EXACT: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """grid (rows * KV_HEADS * ceil(HEADS / KV_HEADS / QUERIES), SPLITS)."""
+    """grid (rows * KV_HEADS * ceil(HEADS / KV_HEADS / QUERIES), SPLITS). Piece i has the steps i, i + pieces, .."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCKS: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     row = (tl.program_id(0) // (KV_HEADS * BLOCKS)).to(tl.int64)
     kv_head = tl.program_id(0) // BLOCKS % KV_HEADS
     member = tl.program_id(0) % BLOCKS * QUERIES + tl.arange(0, QUERIES)
     split = tl.program_id(1)
-    column = tl.arange(0, DIM)
-    head = kv_head * GROUP + member
-    own = member < GROUP
-    queries = tl.load(q + row * q_rise + head[:, None] * DIM + column[None, :], mask=own[:, None], other=0.0)
-    length = tl.load(lengths + row)
-    first = tl.maximum(length - window, 0) if WINDOWED else length * 0
-    each = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
-    low = first + split * each
-    high = tl.minimum(low + each, length)
-    keys += kv_head * PAGE * DIM
-    values += kv_head * PAGE * DIM
-    table += row * table_rise
-    top = tl.full((QUERIES,), float("-inf"), tl.float32)
-    weight = tl.zeros((QUERIES,), tl.float32)
-    total = tl.zeros((QUERIES, DIM), tl.float32)
-    for start in range(low, high, KEYS):
-        at = start + tl.arange(0, KEYS)
-        there = at < high
-        place = _token_places(table, at, there, page_rise, PAGE, DIM)[:, None] + column[None, :]
-        k = tl.load(keys + place, mask=there[:, None], other=0.0)
-        logits = tl.where(there[None, :], _dot(queries, tl.trans(k), EXACT) * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))  # finite: the step has a key
-        powers = tl.exp2(logits - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        weight = weight * shrink + tl.sum(powers, 1)
-        v = tl.load(values + place, mask=there[:, None], other=0.0)
-        total = total * shrink[:, None] + _dot(powers.to(v.dtype), v, EXACT)
-        top = higher
-    if SPLITS == 1:
-        if SINKS:
-            sink = tl.load(sinks + head, mask=own, other=0.0) * 1.4426950408889634
-            higher = tl.maximum(top, sink)
+    begin(OVERLAPPED)
+    length, pieces = _pieces(lengths, row, rows, window, ROWS, SPLITS, SHARE, WINDOWED)
+    if split < pieces:
+        column = tl.arange(0, DIM)
+        head = kv_head * GROUP + member
+        own = member < GROUP
+        queries = tl.load(q + row * q_rise + head[:, None] * DIM + column[None, :], mask=own[:, None], other=0.0)
+        first = tl.maximum(length - window, 0) if WINDOWED else length * 0
+        keys += kv_head * PAGE * DIM
+        values += kv_head * PAGE * DIM
+        table += row * table_rise
+        top = tl.full((QUERIES,), float("-inf"), tl.float32)
+        weight = tl.zeros((QUERIES,), tl.float32)
+        total = tl.zeros((QUERIES, DIM), tl.float32)
+        for start in range(first + split * KEYS, length, pieces * KEYS):
+            at = start + tl.arange(0, KEYS)
+            there = at < length
+            place = _token_places(table, at, there, page_rise, PAGE, DIM)[:, None] + column[None, :]
+            k = tl.load(keys + place, mask=there[:, None], other=0.0)
+            logits = tl.where(there[None, :], _dot(queries, tl.trans(k), EXACT) * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(logits, 1))  # finite: the step has a key
+            powers = tl.exp2(logits - higher[:, None])
             shrink = tl.exp2(top - higher)
-            weight = weight * shrink + tl.exp2(sink - higher)
-            total *= shrink[:, None]
-        total = tl.where(length > 0, total / tl.where(weight != 0, weight, 1.0)[:, None], 0.0)
-        tl.store(
-            out + (row * HEADS + head)[:, None] * DIM + column[None, :], total.to(out.dtype.element_ty), own[:, None]
-        )
-    else:
-        piece = (row * HEADS + head) * SPLITS + split
-        tl.store(tops + 2 * piece, top, mask=own)
-        tl.store(tops + 2 * piece + 1, weight, mask=own)
-        tl.store(
-            sums + piece[:, None] * DIM + column[None, :], total, mask=(own & (weight != 0))[:, None]
-        )  # NaN as well
+            weight = weight * shrink + tl.sum(powers, 1)
+            v = tl.load(values + place, mask=there[:, None], other=0.0)
+            total = total * shrink[:, None] + _dot(powers.to(v.dtype), v, EXACT)
+            top = higher
+        if pieces == 1:
+            if SINKS:
+                sink = tl.load(sinks + head, mask=own, other=0.0) * 1.4426950408889634
+                higher = tl.maximum(top, sink)
+                shrink = tl.exp2(top - higher)
+                weight = weight * shrink + tl.exp2(sink - higher)
+                total *= shrink[:, None]
+            total = tl.where(length > 0, total / tl.where(weight != 0, weight, 1.0)[:, None], 0.0)
+            place = (row * HEADS + head)[:, None] * DIM + column[None, :]
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=own[:, None])
+        else:
+            piece = (row * HEADS + head) * SPLITS + split
+            tl.store(tops + 2 * piece, top, mask=own)
+            tl.store(tops + 2 * piece + 1, weight, mask=own)
+            tl.store(sums + piece[:, None] * DIM + column[None, :], total, mask=own[:, None])
 
 
 @triton.jit
 def _join(
-    sums,  # as of _decode
+    lengths,  # as of _decode
+    sums,
     tops,
     sinks,
     out,
+    rows,
+    window,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    SHARE: tl.constexpr,
+    WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """grid (rows * HEADS,)."""
     own = tl.program_id(0).to(tl.int64)
-    piece = own * SPLITS + tl.arange(0, SPLITS)
     column = tl.arange(0, DIM)
-    top = tl.load(tops + 2 * piece)
-    weight = tl.load(tops + 2 * piece + 1)
-    total = tl.load(sums + piece[:, None] * DIM + column[None, :], mask=(weight != 0)[:, None], other=0.0)
-    highest = tl.max(top, 0)
-    sink = tl.load(sinks + own % HEADS) * 1.4426950408889634 if SINKS else float("-inf")
-    base = tl.maximum(highest, sink)
-    base = tl.where(base == float("-inf"), 0.0, base)
-    power = tl.exp2(top - base)
-    whole = tl.sum(weight * power, 0) + tl.exp2(sink - base)
-    result = tl.sum(total * power[:, None], 0) / tl.where(whole != 0, whole, 1.0)
-    tl.store(out + own * DIM + column, result.to(out.dtype.element_ty))
+    split = tl.arange(0, SPLITS)
+    begin(OVERLAPPED)
+    _, pieces = _pieces(lengths, own // HEADS, rows, window, ROWS, SPLITS, SHARE, WINDOWED)
+    if pieces > 1:
+        there = split < pieces
+        piece = own * SPLITS + split
+        top = tl.load(tops + 2 * piece, mask=there, other=float("-inf"))
+        weight = tl.load(tops + 2 * piece + 1, mask=there, other=0.0)
+        total = tl.load(sums + piece[:, None] * DIM + column[None, :], mask=there[:, None], other=0.0)
+        sink = tl.load(sinks + own % HEADS) * 1.4426950408889634 if SINKS else float("-inf")
+        base = tl.maximum(tl.max(top, 0), sink)
+        base = tl.where(base == float("-inf"), 0.0, base)
+        power = tl.exp2(top - base)
+        whole = tl.sum(weight * power, 0) + tl.exp2(sink - base)
+        result = tl.sum(total * power[:, None], 0) / tl.where(whole != 0, whole, 1.0)
+        tl.store(out + own * DIM + column, result.to(out.dtype.element_ty))
 
 
 def decode_attention(
@@ -214,26 +259,26 @@ def decode_attention(
         return out
     group = heads // kv_heads
     queries = min(_MOST_QUERIES, max(_LEAST_ROWS, triton.next_power_of_2(group)))
-    tile = tile or decode_tile(dim, q.dtype)
-    programs = rows * kv_heads * triton.cdiv(group, queries)
-    splits = splits or decode_splits(rows, programs // rows, page_table.shape[1] * page)
+    each = kv_heads * triton.cdiv(group, queries)
+    splits = splits or decode_splits(rows * each, page_table.shape[1] * page)
+    tile = tile or decode_tile(dim, q.dtype, splits)
     sums, tops = out, out
     if splits > 1:
         sums = torch.empty(rows * heads * splits * dim, dtype=torch.float32, device=q.device)
         tops = torch.empty(2 * rows * heads * splits, dtype=torch.float32, device=q.device)
-    part = kv[0, layer]
-    _decode[(programs, splits)](
-        q, part[0], part[1], page_table, lengths, sums if sinks is None else sinks, out, sums, tops,
+    part, learned = kv[0, layer], lengths if sinks is None else sinks
+    constants = {
+        "HEADS": heads, "DIM": dim, "ROWS": triton.next_power_of_2(rows), "SPLITS": splits,
+        "SHARE": max(1, _DECODE_PROGRAMS // each), "WINDOWED": window is not None, "SINKS": sinks is not None,
+    } | overlapped(q.device)  # fmt: skip
+    _decode[(rows * each, splits)](
+        q, part[0], part[1], page_table, lengths, learned, out, sums, tops, rows,
         q.stride(0), page_table.stride(0), kv.stride(0), scale * _LOG2_E, window or 0,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, QUERIES=queries, KEYS=tile.keys, SPLITS=splits,
-        WINDOWED=window is not None, SINKS=sinks is not None, EXACT=q.dtype is torch.float32,
-        num_warps=tile.warps, num_stages=tile.stages,
+        KV_HEADS=kv_heads, PAGE=page, QUERIES=queries, KEYS=tile.keys, EXACT=q.dtype is torch.float32,
+        num_warps=tile.warps, num_stages=tile.stages, **constants,
     )  # fmt: skip
     if splits > 1:
-        _join[(rows * heads,)](
-            sums, tops, sums if sinks is None else sinks, out,
-            HEADS=heads, DIM=dim, SPLITS=splits, SINKS=sinks is not None, num_warps=4,
-        )  # fmt: skip
+        _join[(rows * heads,)](lengths, sums, tops, learned, out, rows, window or 0, num_warps=4, **constants)
     return out
 
 
@@ -325,11 +370,13 @@ def _prefill(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     EXACT: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """grid (ceil(max_new / QUERIES) * HEADS, chunks)."""
     chunk = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) % HEADS
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) // HEADS
+    begin(OVERLAPPED)
     first = tl.load(starts + chunk)
     new = tl.load(starts + chunk + 1) - first
     if block * QUERIES < new:
@@ -404,6 +451,6 @@ def prefill_attention(
         q.stride(0), chunk_pages.stride(0), kv.stride(0), scale * _LOG2_E, window or 0,
         HEADS=heads, KV_HEADS=kv.shape[3], DIM=dim, PAGE=kv.shape[4], QUERIES=tile.queries, KEYS=tile.keys,
         WINDOWED=window is not None, SINKS=sinks is not None, EXACT=q.dtype is torch.float32,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapped(q.device),
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tailrace.kernels.device_step import check_add_rms_norm, check_rotary_write, check_silu_mul
+from tailrace.kernels.overlap_triton import begin, overlapped
 
 _HEADS = 8  # of a token that one program turns
 _GATE_BLOCK = 2048
@@ -29,13 +30,15 @@ def _add_rms_norm(
     eps,
     COLUMNS: tl.constexpr,  # size rounded up to a power of two
     ADDED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     there = column < size
+    scales = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)  # no kernel of a step writes it
+    begin(OVERLAPPED)
     x = tl.load(hidden + row * size + column, mask=there, other=0.0)
-    scales = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
     if ADDED:
         x += tl.load(part + row * part_rise + column, mask=there, other=0.0).to(tl.float32)
         tl.store(hidden + row * size + column, x, mask=there)
@@ -63,6 +66,7 @@ def _rotary_write(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """grid (tokens, ceil((HEADS + 2 * KV_HEADS) / BLOCK))."""
     HALF: tl.constexpr = DIM // 2
@@ -72,6 +76,8 @@ def _rotary_write(
     there = (head < HEADS + 2 * KV_HEADS)[:, None] & (column < HALF)[None, :]
     inside = column < HALF
     place = token * rise + head[:, None] * DIM + column[None, :]
+    begin(OVERLAPPED)
+    slot = tl.load(slots + token)
     low = tl.load(qkv + place, mask=there, other=0.0)
     high = tl.load(qkv + place + HALF, mask=there, other=0.0)
     x, y = low.to(tl.float32), high.to(tl.float32)
@@ -98,7 +104,6 @@ def _rotary_write(
     place = (token * HEADS + head[:, None]) * DIM + column[None, :]
     tl.store(out + place, turned_low, mask=queries)
     tl.store(out + place + HALF, turned_high, mask=queries)
-    slot = tl.load(slots + token)
     row = slot // PAGE * page_rise + slot % PAGE * DIM
     place = row + (head - HEADS)[:, None] * (PAGE * DIM) + column[None, :]  # values stand behind the keys
     others = there & (head >= HEADS)[:, None]
@@ -113,11 +118,13 @@ def _silu_mul(
     n,
     rise,
     BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """grid (rows, ceil(n / BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < n
+    begin(OVERLAPPED)
     gate = tl.load(gate_up + row * rise + column, mask=there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * rise + n + column, mask=there, other=0.0).to(tl.float32)
     gated = gate / (1.0 + tl.exp(-gate)) * up
@@ -144,7 +151,7 @@ def add_rms_norm(
         added = hidden if part is None else part
         _add_rms_norm[(rows,)](
             hidden, added, weight, out, size, added.stride(0), eps, COLUMNS=columns, ADDED=part is not None,
-            num_warps=min(16, max(1, columns // 512)),
+            num_warps=min(16, max(1, columns // 512)), **overlapped(hidden.device),
         )  # fmt: skip
     return out
 
@@ -171,6 +178,7 @@ def rotary_write(
             qkv, cos, sin, slots, kv[0, layer], cos if q_norm is None else q_norm, cos if k_norm is None else k_norm,
             out, qkv.stride(0), kv.stride(0), eps, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
             COLUMNS=triton.next_power_of_2(dim // 2), PAGE=page, BLOCK=_HEADS, NORMED=q_norm is not None, num_warps=2,
+            **overlapped(qkv.device),
         )  # fmt: skip
     return out
 
@@ -181,5 +189,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, n = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        _silu_mul[(rows, triton.cdiv(n, _GATE_BLOCK))](gate_up, out, n, gate_up.stride(0), BLOCK=_GATE_BLOCK)
+        _silu_mul[(rows, triton.cdiv(n, _GATE_BLOCK))](
+            gate_up, out, n, gate_up.stride(0), BLOCK=_GATE_BLOCK, **overlapped(gate_up.device)
+        )
     return out
