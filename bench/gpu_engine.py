@@ -13,6 +13,7 @@ bandwidth measured in this run. Pages hold random keys and values; greedy tokens
 from __future__ import annotations
 
 import gc
+import importlib.util
 import statistics
 import time
 from collections import deque
@@ -307,7 +308,9 @@ def rows(quick: bool) -> list[Row]:
 
 
 def _transformers(quick: bool) -> dict[str, float]:
-    """Its tokens/s, measured before ours is loaded: both do not fit beside each other's caches."""
+    """Its tokens/s, measured before ours is loaded, if it is there: both do not fit beside each other's caches."""
+    if importlib.util.find_spec("transformers") is None:
+        return {}
     model = Transformers()
     rates = {"prefill": PREFILL / min(model.prefill(PREFILL) for _ in range(3))}
     for batch in BATCHES:
@@ -333,7 +336,7 @@ def _decode_rows(rig: Rig, batch: int, quick: bool, theirs: dict[str, float], wh
         name = f"gpu.decode_step.b{batch}" + ("" if way == "ahead" else f".{way}")
         value = statistics.median(rates)
         against = {"byte_floor": value / floor}
-        if way == "ahead":
+        if way == "ahead" and theirs:
             against["transformers"] = value / theirs[f"b{batch}"]
         made.append(Row(name, value, *NAMES[name], against, identity=what, samples={"ours": rates}))
     return made
@@ -354,5 +357,7 @@ def _prefill_row(rig: Rig, quick: bool, theirs: dict[str, float], what: dict[str
     seconds = prefill_seconds(rig, engine, PREFILL, MIN_PAIRS if quick else 3 * MIN_PAIRS)
     value = PREFILL / statistics.median(seconds)
     rate = flops(rig.decoder.config, PREFILL) * value / PREFILL
-    against = {"matrix_rate": rate / ceilings.matrix_rate(), "transformers": value / theirs["prefill"]}
+    against = {"matrix_rate": rate / ceilings.matrix_rate()} | (
+        {"transformers": value / theirs["prefill"]} if theirs else {}
+    )
     return Row("gpu.prefill.8192", value, *NAMES["gpu.prefill.8192"], against, identity=what, samples={"ours": seconds})

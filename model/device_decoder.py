@@ -17,7 +17,7 @@ from torch.nn import functional
 from tailrace.kernels.device_attention import HEAD_DIMS, decode_attention, prefill_attention
 from tailrace.kernels.device_plan import DevicePlan, PlanShape
 from tailrace.kernels.device_step import add_rms_norm, rotary_write, silu_mul
-from tailrace.kernels.few_rows import few_rows_gated, few_rows_linear, takes
+from tailrace.kernels.one_row import one_row_gated, one_row_linear, takes
 from tailrace.kernels.rotary import rotary_rows
 from tailrace.model.errors import ConfigError
 from tailrace.model.linear import DenseLinear, Linear
@@ -35,14 +35,14 @@ def exact_products() -> None:
 def _product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
     """x: [rows, in_features] -> [rows, out_features]."""
     if takes(x) and isinstance(linear, DenseLinear):
-        return few_rows_linear(x, linear.weight, linear.bias)
+        return one_row_linear(x, linear.weight, linear.bias)
     return linear(x)
 
 
 def _gated(linear: Linear, x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of gate_up_proj's output."""
     if takes(x) and isinstance(linear, DenseLinear) and linear.bias is None:
-        return few_rows_gated(x, linear.weight)
+        return one_row_gated(x, linear.weight)
     return silu_mul(linear(x))
 
 
@@ -133,7 +133,7 @@ class DeviceDecoder:
             if out is None:
                 out = torch.empty(len(hidden), len(self._head), dtype=torch.float32, device=hidden.device)
             if takes(hidden):
-                return few_rows_linear(hidden, self._head, None, out)
+                return one_row_linear(hidden, self._head, None, out)
             return torch.ops.aten.mm.dtype_out(hidden, self._head.t(), torch.float32, out=out)
         logits = functional.linear(hidden.float(), self._head.float())  # the twin; in float32 nothing is copied
         return logits if out is None else out.copy_(logits)

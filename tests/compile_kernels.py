@@ -23,10 +23,10 @@ from tailrace.kernels import (
     device_step_triton,
     exact_topk_triton,
     experts_triton,
-    few_rows_triton,
     hyper_connections,
     hyper_connections_triton,
     indexer_triton,
+    one_row_triton,
     page_read,
     page_read_triton,
     row_formats_triton,
@@ -123,11 +123,11 @@ def device_launches() -> Iterator[str]:
         device_step_triton.add_rms_norm(torch.zeros(4, 4096), torch.zeros(4, 4096, dtype=dtype), weight, 1e-5)
         device_step_triton.silu_mul(torch.zeros(4, 28672, dtype=dtype))
     yield "device step"
-    for rows in (1, 3):
-        x = torch.zeros(rows, 4096, dtype=BF16)
-        few_rows_triton.few_rows_linear(x, torch.zeros(64, 4096, dtype=BF16), torch.zeros(64, dtype=BF16))
-        few_rows_triton.few_rows_gated(x, torch.zeros(64, 4096, dtype=BF16))
-    yield "few rows"
+    for n in (576, 4096, 14336):
+        x, wide = torch.zeros(1, n, dtype=BF16), torch.zeros(64, n, dtype=BF16)
+        one_row_triton.one_row_linear(x, wide, weight[:64])
+        one_row_triton.one_row_gated(x, wide)
+    yield "one row"
     logits, params = torch.zeros(4, 128256), SamplingRows(torch.device("cpu"), 4)
     device_sampling_triton.argmax_rows(logits)
     for variant in (TEMPERATURE_ONLY, ADVANCED):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from checkpoints import write_tiny_checkpoint
+from device_rig import DEVICES, device_reference
 from gen_fakes import Gen
 from loop_fakes import EOS, prompt_of
 
+from tailrace.engine.sequence import sampler_states
+from tailrace.engine.step import UNKNOWN, Row, StepPlan
 from tailrace.gen_worker.run_ahead import draws_alone
 from tailrace.model.sampling_params import SamplingParams
 
@@ -141,15 +145,11 @@ def test_who_can_be_drawn_without_the_host(params, alone):
     assert draws_alone(SamplingParams(max_tokens=9, **params), 3) is alone
 
 
-def test_the_device_engine_feeds_its_own_tokens_on(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_device_engine_feeds_its_own_tokens_on(tmp_path, device):
     """Against steps that wait: rows in order, in another order, and a row that has just come."""
-    from checkpoints import write_tiny_checkpoint
-    from device_rig import device_reference
-
-    from tailrace.engine.sequence import sampler_states
-    from tailrace.engine.step import UNKNOWN, Row, StepPlan
-
-    ref = device_reference(write_tiny_checkpoint(tmp_path / "m", "llama"), "cpu", num_pages=64, max_batch_size=4)
+    model = write_tiny_checkpoint(tmp_path / "m", "llama")
+    ref = device_reference(model, device, num_pages=64, max_batch_size=4, warm=True)
 
     def row(key: int, ids: list[int], start: int) -> Row:
         states = sampler_states(SamplingParams(max_tokens=9, temperature=0.0), range(1), 9, frozenset(), {}, [])

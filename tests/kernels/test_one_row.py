@@ -1,4 +1,4 @@
-"""Products of few rows: the Triton kernel equals its twin, and what does not fit is refused by name."""
+"""Products of one row: the Triton kernel equals its twin, and what does not fit is refused by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tailrace.kernels.few_rows import few_rows_gated, few_rows_linear, takes
+from tailrace.kernels.one_row import one_row_gated, one_row_linear, takes
 
-PROGRAM = Path(__file__).parent.with_name("few_rows_kernels.py")
+PROGRAM = Path(__file__).parent.with_name("one_row_kernels.py")
 
 
 def compare(device: str, **environment: str) -> str:
@@ -24,21 +24,21 @@ def compare(device: str, **environment: str) -> str:
 
 def test_the_kernels_in_the_interpreter_equal_their_twins():
     pytest.importorskip("triton")
-    assert compare("cpu", TRITON_INTERPRET="1", OMP_NUM_THREADS="1") == "36 equal"
+    assert compare("cpu", TRITON_INTERPRET="1", OMP_NUM_THREADS="1") == "12 equal"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the kernels run in the interpreter here")
 def test_the_kernels_on_the_gpu_equal_their_twins():
-    assert compare("cuda") == "144 equal"
+    assert compare("cuda") == "48 equal"
 
 
 def test_a_product_on_the_cpu_is_the_plain_one():
     x, weight = torch.randn(3, 16), torch.randn(10, 16)
     assert not takes(x)
-    torch.testing.assert_close(few_rows_linear(x, weight), x @ weight.T)
+    torch.testing.assert_close(one_row_linear(x, weight), x @ weight.T)
     gate, up = (x @ weight.T).chunk(2, -1)
-    torch.testing.assert_close(few_rows_gated(x, weight), gate.sigmoid() * gate * up)
+    torch.testing.assert_close(one_row_gated(x, weight), gate.sigmoid() * gate * up)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_a_product_on_the_cpu_is_the_plain_one():
 )
 def test_what_does_not_fit_is_refused_by_name(x, weight, more, why):
     with pytest.raises(ValueError, match=why):
-        few_rows_linear(torch.zeros(x), torch.zeros(weight), **more)
+        one_row_linear(torch.zeros(x), torch.zeros(weight), **more)
 
 
 def test_an_odd_gate_is_refused():
     with pytest.raises(ValueError, match="expected gate and up"):
-        few_rows_gated(torch.zeros(1, 4), torch.zeros(3, 4))
+        one_row_gated(torch.zeros(1, 4), torch.zeros(3, 4))

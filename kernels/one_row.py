@@ -1,11 +1,11 @@
-"""Products of few rows with a large weight, where the time is that of reading the weight once.
+"""Products of one row with a large weight, where the time is that of reading the weight once.
 
-    y = few_rows_linear(x, weight, bias)          x W^T + b
-    y = few_rows_gated(x, weight)                 silu(gate) * up of x W^T, gate first
+    y = one_row_linear(x, weight, bias)          x W^T + b
+    y = one_row_gated(x, weight)                 silu(gate) * up of x W^T, gate first
 
-For one to MAX_ROWS rows a library's product leaves up to a third of an H200's bandwidth unused (few rows of outputs
-make few tiles); reading each row of the weight by a program of its own does not. On a GPU with a bfloat16 or float16
-weight these run few_rows_triton.py, else the plain twins: in float32 the library's sums are kept. Sums are float32.
+For one row a library's product leaves up to a third of an H200's bandwidth unused; reading each row of the weight by a
+program of its own does not. From two rows on the library is faster (measured). On a GPU with a bfloat16 or float16
+weight these run one_row_triton.py, else the plain twins: in float32 the library's sums are kept. Sums are float32.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-MAX_ROWS = 4
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def takes(x: torch.Tensor) -> bool:
     """Whether the kernel multiplies such rows."""
-    return x.is_cuda and x.dtype in _DTYPES and 1 <= len(x) <= MAX_ROWS
+    return x.is_cuda and x.dtype in _DTYPES and len(x) == 1
 
 
-def few_rows_linear(
+def one_row_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x W^T + b.
@@ -38,13 +37,13 @@ def few_rows_linear(
     """
     check(x, weight, bias, out)
     if takes(x):
-        from tailrace.kernels import few_rows_triton as kernels  # noqa: PLC0415 (an optional package)
+        from tailrace.kernels import one_row_triton as kernels  # noqa: PLC0415 (an optional package)
 
-        return kernels.few_rows_linear(x, weight, bias, out)
-    return plain_few_rows_linear(x, weight, bias, out)
+        return kernels.one_row_linear(x, weight, bias, out)
+    return plain_one_row_linear(x, weight, bias, out)
 
 
-def few_rows_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def one_row_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up.
 
     Args:
@@ -61,16 +60,16 @@ def few_rows_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if len(weight) % 2:
         raise ValueError(f"weight has {len(weight)} rows, expected gate and up, an even number")
     if takes(x):
-        from tailrace.kernels import few_rows_triton as kernels  # noqa: PLC0415 (an optional package)
+        from tailrace.kernels import one_row_triton as kernels  # noqa: PLC0415 (an optional package)
 
-        return kernels.few_rows_gated(x, weight)
-    return plain_few_rows_gated(x, weight)
+        return kernels.one_row_gated(x, weight)
+    return plain_one_row_gated(x, weight)
 
 
 # --------------------------------------------------------------------------------------------------------------- twins
 
 
-def plain_few_rows_linear(
+def plain_one_row_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The twin."""
@@ -78,7 +77,7 @@ def plain_few_rows_linear(
     return product.to(x.dtype) if out is None else out.copy_(product)
 
 
-def plain_few_rows_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def plain_one_row_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The twin."""
     gate, up = functional.linear(x.float(), weight.float()).chunk(2, -1)
     return (functional.silu(gate) * up).to(x.dtype)
@@ -88,7 +87,7 @@ def plain_few_rows_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> None:
-    """ValueError unless these are arguments of few_rows_linear."""
+    """ValueError unless these are arguments of one_row_linear."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype is not weight.dtype:
         raise ValueError(
             f"x is {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}: expected [rows, n] and "
