@@ -1,8 +1,10 @@
 """Products of one row with a large weight in Triton; one_row.py says what is computed and has the twins.
 
-A program makes one number of y: it reads its row of the weight once, all of it asked for before the first sum, and x,
-which stays in cache, beside it. The gated form reads two rows of the weight. Offsets are 64-bit: the weight of an
-output projection may pass 2^31 elements.
+A program makes one number of y: it reads its row of the weight once, and x, which stays in cache, beside it. The gated
+form reads two rows of the weight. Offsets are 64-bit: the weight of an output projection may pass 2^31 elements.
+
+On Hopper the programs begin while the kernel before them still runs (programmatic dependent launch) and ask for the
+first part of the weight, which no kernel writes; for all else they wait until that kernel has ended.
 
 Importable only where triton is.
 """
@@ -19,6 +21,9 @@ import triton.language as tl
 # (numbers at a time, warps) by the length of a row, measured on an H200
 _LONG_ROW = 8192
 _LONG, _SHORT = (1024, 4), (2048, 8)
+
+
+_EARLY = True  # begin beside the kernel before; only to be measured otherwise
 
 
 @triton.jit
@@ -38,12 +43,17 @@ def _linear(
     out,  # pointer to [grid]
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """grid (outputs,)."""
     column = tl.program_id(0)
     row = weight + column.to(tl.int64) * N
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, N, BLOCK):
+    first = _part(row, 0, N, BLOCK).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = first * _part(x, 0, N, BLOCK).to(tl.float32)
+    for start in tl.static_range(BLOCK, N, BLOCK):
         total += _part(row, start, N, BLOCK).to(tl.float32) * _part(x, start, N, BLOCK).to(tl.float32)
     y = tl.sum(total, 0)
     if bias is not None:
@@ -58,13 +68,19 @@ def _gated(
     out,  # pointer to [grid]
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """grid (outputs,)."""
     column = tl.program_id(0)
     gates = weight + column.to(tl.int64) * N
     ups = gates + tl.num_programs(0).to(tl.int64) * N
-    gate, up = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, N, BLOCK):
+    gate, up = _part(gates, 0, N, BLOCK).to(tl.float32), _part(ups, 0, N, BLOCK).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first = _part(x, 0, N, BLOCK).to(tl.float32)
+    gate, up = gate * first, up * first
+    for start in tl.static_range(BLOCK, N, BLOCK):
         v = _part(x, start, N, BLOCK).to(tl.float32)
         gate += _part(gates, start, N, BLOCK).to(tl.float32) * v
         up += _part(ups, start, N, BLOCK).to(tl.float32) * v
@@ -81,7 +97,8 @@ def one_row_linear(
     if out is None:
         out = torch.empty(1, m, dtype=x.dtype, device=x.device)
     block, warps = _LONG if n >= _LONG_ROW else _SHORT
-    _linear[(m,)](x, weight, bias, out, n, block, num_warps=warps)
+    early = _begins_early(x)
+    _linear[(m,)](x, weight, bias, out, n, block, EARLY=early, num_warps=warps, launch_pdl=early)
     return out
 
 
@@ -90,5 +107,10 @@ def one_row_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     m, n = len(weight) // 2, weight.shape[1]
     out = torch.empty(1, m, dtype=x.dtype, device=x.device)
     block, warps = _LONG if n >= _LONG_ROW else _SHORT
-    _gated[(m,)](x, weight, out, n, block, num_warps=warps)
+    early = _begins_early(x)
+    _gated[(m,)](x, weight, out, n, block, EARLY=early, num_warps=warps, launch_pdl=early)
     return out
+
+
+def _begins_early(x: torch.Tensor) -> bool:
+    return _EARLY and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
