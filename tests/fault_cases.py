@@ -24,7 +24,8 @@ PAGE_BYTES = 2 * 2 * 2 * 16 * 4 * PAGE  # layers, K and V, heads, dims, bytes
 CHUNK_PAGES = CHUNK // PAGE  # also pages in a landing chunk
 CANARIES = 20
 TRANSPORTS = ("shm", "nixl")
-NIXL_FIRST = (pytest.param("shm", marks=pytest.mark.soak), "nixl")  # the other one in `make soak`, for its time
+ON_A_GPU = pytest.param("peer", marks=pytest.mark.gpu)
+NIXL_FIRST = (pytest.param("shm", marks=pytest.mark.soak), "nixl", ON_A_GPU)  # shm in `make soak`, for its time
 SHM_FIRST = ("shm", pytest.param("nixl", marks=pytest.mark.soak))
 
 

@@ -18,12 +18,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
+import torch
 import yaml
-from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 READY_S = 150.0  # on a busy machine a process may take a minute to import torch
 USED_STATES = ("held", "pinned", "quarantined")
@@ -84,6 +88,10 @@ class LocalCluster:
         programs: dict[str, list[str]] | None = None, options: dict[str, list[str]] | None = None,
         max_open_files: int | None = None, **config: Any,
     ) -> None:  # fmt: skip
+        if config.get("transport") == "peer":
+            if not torch.cuda.is_available():
+                pytest.skip("needs an NVIDIA GPU")
+            config["device"] = "cuda"
         self.path = path
         self.app = app or f"t{os.getpid()}_{abs(hash(str(path))) % 100000}"
         pools = {role: DEFAULTS[role] | config.pop(f"{role}_config", {}) for role in ("ctx", "gen")}
@@ -196,6 +204,8 @@ class LocalCluster:
         return f"http://127.0.0.1:{self.processes['router'].ready['operators_port']}"
 
     def openai(self, ingress: str = "ingress-0", **options: Any) -> OpenAI:
+        from openai import OpenAI
+
         return OpenAI(
             base_url=f"{self.url(ingress)}/v1", api_key="none", **{"max_retries": 0, "timeout": 60, **options}
         )

@@ -12,6 +12,7 @@ from oracle import Mismatch
 
 CHUNK = 64
 SPREAD = [(transport, page) for transport in ("shm", "nixl") for page in (8, 16, 64)]
+ON_A_GPU = [pytest.param("peer", page, marks=pytest.mark.gpu) for page in (8, 16, 64)]
 
 
 def lengths(page: int) -> list[int]:
@@ -27,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return tiny(tmp_path_factory.mktemp("model"), "llama3")
 
 
-@pytest.mark.parametrize(("transport", "page"), SPREAD)
+@pytest.mark.parametrize(("transport", "page"), [*SPREAD, *ON_A_GPU])
 def test_answers_are_those_of_one_process(model: Model, tmp_path, transport: str, page: int):
     config = {"transport": transport, "tokens_per_page": page, "max_num_tokens": CHUNK}
     with LocalCluster(tmp_path, model.spec, **config) as cluster:

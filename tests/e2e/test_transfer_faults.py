@@ -192,8 +192,8 @@ def timed_one(cluster: LocalCluster, prompt: list[int]) -> float:
 
 
 def fail(cluster: LocalCluster, transport: str, page: int) -> None:
-    """The next read (shm) or post (nixl) of this page fails."""
-    if transport == "shm":
+    """The next read (shm, peer) or post (nixl) of this page fails."""
+    if transport in ("shm", "peer"):
         cluster.faults("gen-0", fail_read=page)
     else:
         cluster.faults("ctx-0", fail_post=page)

@@ -180,10 +180,10 @@ class PeerTransport:
         return done
 
     def busy(self) -> float:
-        if not self._jobs:
-            return bool(self._done)
-        young = self._hook is None and self._clock() - max(r.since for r in self._jobs.values()) < _SOON_FOR_S
-        return SOON_S if young else True
+        now = self._clock()
+        if any(read.waits and now - read.since < _SOON_FOR_S for read in self._jobs.values()):
+            return SOON_S
+        return bool(self._jobs or self._done)
 
     def close(self) -> None:
         for boot in list(self._peers):
