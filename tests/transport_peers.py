@@ -227,10 +227,12 @@ def _serve(
 class ChildCtx:
     """The same in a process of its own, which can be killed and stopped."""
 
-    def __init__(self, kind: str, boot: str, page_bytes: int, num_pages: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, kind: str, boot: str, page_bytes: int, num_pages: int, chunk_bytes: int, worker: str | None = None
+    ) -> None:
         self.boot, self.page_bytes = boot, page_bytes
         self._pipe, theirs = _SERVER.Pipe()
-        args = (kind, boot, page_bytes, num_pages, chunk_bytes, worker_name("ctx"), theirs)
+        args = (kind, boot, page_bytes, num_pages, chunk_bytes, worker or worker_name("ctx"), theirs)
         self.process = _SERVER.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
@@ -375,12 +377,14 @@ class Gen:
 
     # --------------------------------------------------------------------------------------------------------- pairing
 
-    def new_ctx(self, boot: str, num_pages: int, *, child: bool, pair: bool = True) -> LocalCtx | ChildCtx:
+    def new_ctx(
+        self, boot: str, num_pages: int, *, child: bool, pair: bool = True, worker: str | None = None
+    ) -> LocalCtx | ChildCtx:
         ctx: LocalCtx | ChildCtx
         if child or self.kind == "peer_cuda":  # a process cannot map its own memory
-            ctx = ChildCtx(self.kind, boot, self.page_bytes, num_pages, self.chunk_bytes)
+            ctx = ChildCtx(self.kind, boot, self.page_bytes, num_pages, self.chunk_bytes, worker)
         else:
-            ctx = LocalCtx(self.kind, boot, self.page_bytes, num_pages, self.exchange, self.chunk_bytes)
+            ctx = LocalCtx(self.kind, boot, self.page_bytes, num_pages, self.exchange, self.chunk_bytes, worker)
         if pair:
             self.pair(ctx)
         return ctx

@@ -14,7 +14,7 @@ import pytest
 from device_peers import SharedDevice, SharedReader, new_pool
 from transport_peers import KEY, ChildCtx, assert_moved, assert_quiet, layout, units_for, wait_for, worker_name
 
-from tailrace.kernels.device_memory import OUT_OF_MEMORY, DeviceError, Memory
+from tailrace.kernels.device_memory import OUT_OF_MEMORY, CudaIpc, DeviceError, Memory
 from tailrace.kv_cache import device_pool
 from tailrace.kv_cache.arena import Arena, arena_name, mapped_elsewhere
 from tailrace.kv_cache.device_pool import KNOWN_BYTES, DevicePool
@@ -280,3 +280,32 @@ def test_a_job_for_a_peer_that_is_not_mapped_fails_and_nothing_else_does(make_ge
     (done,) = gen.transport.poll()
     assert (done.job, done.error) == (77, "no memory of nobody is mapped")
     assert np.all(gen.arena.pages == 0xEE)
+
+
+# ---------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_a_worker_started_again_on_a_gpu_gets_its_memory_once_its_dead_boot_is_unmapped(make_gen):
+    """Two of its pools do not fit the GPU: without the waiting it would die of want of memory."""
+    gen = make_gen("peer_cuda", 1 << 20, 16)
+    _, total = CudaIpc().room()
+    num_pages, worker = int(0.55 * total) >> 20, worker_name("ctx")
+    old = gen.new_ctx("boot1", num_pages, child=True, worker=worker)
+    assert isinstance(old, ChildCtx) and gen.transport.probe("boot1")
+    src = [1, num_pages - 1]
+    units = units_for(src, old.write(src, owner=1), [1, 2])
+    old.kill()
+    del gen.ctxs["boot1"]
+    gen.finish(gen.start(("a", 1), old, units))
+    assert_moved(gen, units, owner=1)
+    started = time.monotonic()
+    threading.Timer(2.0, gen.transport.disconnect, ("boot1",)).start()
+    new = gen.new_ctx("boot2", num_pages, child=True, worker=worker)
+    assert time.monotonic() - started > 2.0, "there was room for both"
+    fresh = units_for(src, new.write(src, owner=2), [3, 4])
+    move = gen.start(("a", 2), new, fresh)
+    gen.finish(move)
+    assert len(move.ok) == 2
+    assert_moved(gen, fresh, owner=2)
+    old.close()
