@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 
+from device_peers import new_pool
 from handoff_sim import NAMESPACE, PAGE, layout
 
 from tailrace.kv_cache.arena import Arena, arena_name
@@ -34,6 +35,7 @@ from tailrace.transfer.node import Node
 from tailrace.transfer.switchboard import NodeConfig
 from tailrace.transfer.transports.in_process import Exchange, InProcessTransport
 from tailrace.transfer.transports.nixl import ChunkConfig, NixlTransport
+from tailrace.transfer.transports.peer import PeerTransport
 from tailrace.transfer.transports.reading import Mapped
 from tailrace.transfer.transports.shm import ShmTransport
 
@@ -136,7 +138,10 @@ class Rig:
 
     def node(self, home, worker, *, faults=False, compat=COMPAT, **changes):
         boot = secrets.token_hex(4)
-        arena = Arena.create(arena_name("nodetest", worker, boot), layout(), PAGES)
+        if self.kind == "peer":
+            arena, reader = new_pool("peer", "nodetest", worker, boot, layout(), PAGES)
+        else:
+            arena, reader = Arena.create(arena_name("nodetest", worker, boot), layout(), PAGES), None
         self.made.append(arena)
         kv = KvManager(layout(), PAGES, PAGE, arena.generations)
         config = NodeConfig(
@@ -147,12 +152,15 @@ class Rig:
         def make(wake, hook):
             if self.kind == "shm":
                 return [ShmTransport(arena, wake=wake, hook=hook)]
+            if self.kind == "peer":
+                return [PeerTransport(arena.pool, reader, hook=hook)]
             if self.kind == "nixl":
                 chunks = ChunkConfig(landing_chunks=4, staging_chunks=2, chunk_bytes=2 * layout().bytes_per_page)
                 return [NixlTransport(boot, arena, chunks, wake=wake, hook=hook)]
             return [InProcessTransport(self.exchange, boot, Mapped((arena.pages,), arena.generations), hook=hook)]
 
-        node = Node(replace(config, **changes), kv, make, pages=[arena.pages])
+        pages = [] if self.kind == "peer" else [arena.pages]  # sums are taken of host memory
+        node = Node(replace(config, **changes), kv, make, pages=pages)
         node.address = node.start()
         self.nodes[worker], self.memory[worker], self.arenas[worker] = node, arena.pages, arena
         return node

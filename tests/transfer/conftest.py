@@ -47,7 +47,7 @@ def make_gen(server_ends: None, request: pytest.FixtureRequest) -> Iterator[Make
         gen.close()
 
 
-@pytest.fixture(params=["in_process", "shm", "nixl"])
+@pytest.fixture(params=["in_process", "shm", "peer", "nixl"])
 def rig(request):
     rig = Rig(request.param)
     yield rig
