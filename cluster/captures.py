@@ -16,4 +16,5 @@ def capture_sizes(config: TailraceConfig, role: str) -> CaptureSizes:
         config.max_num_tokens,
         config.capture_batch_sizes if is_gen else None,
         config.sampling_variants,
+        mixes=is_gen,
     )

@@ -191,6 +191,9 @@ def _sizes_table(config: TailraceConfig, sizes: Sizes) -> Table:
             captured = capture_sizes(config, role)
             table.add_row(f"{role} graphs on a GPU: rows", ", ".join(map(str, captured.rows)))
             table.add_row(f"{role} graphs on a GPU: chunk tokens", ", ".join(map(str, captured.tokens)))
+            if captured.beside:
+                beside = ", ".join(map(str, captured.beside))
+                table.add_row(f"{role} graphs on a GPU: chunk tokens beside rows", beside)
         table.add_row("graphs on a GPU: variants", ", ".join(capture_sizes(config, "gen").variants))
     return table
 

@@ -119,8 +119,8 @@ class DeviceForward:
         self.decoder, self.kv, self.sizes = decoder, kv, sizes
         self.max_batch_size, self.max_num_tokens = max_batch_size, max_num_tokens
         self._page_tokens = kv.shape[4]
-        tokens = max((max_num_tokens, *sizes.rows, *sizes.tokens))
         rows = max((max_batch_size, *sizes.rows))
+        tokens = max((max_num_tokens, *sizes.tokens)) + rows  # rows may be padded beside chunks
         self.plan = DevicePlan(
             device, rows=rows, chunks=MAX_CHUNKS, tokens=tokens, pages=max_pages, tokens_per_page=self._page_tokens
         )
@@ -154,6 +154,10 @@ class DeviceForward:
         for tokens in reversed(self.sizes.tokens):
             shape = self.plan.fill([], decode_rows=0, chunks=GRAPH_CHUNKS, tokens=tokens, ids=_NO_IDS)
             self.book.add(("tokens", tokens), partial(self._body, replace(shape, max_new=tokens)))
+        for tokens in reversed(self.sizes.beside):
+            rows = self.sizes.rows[-1]
+            shape = self.plan.fill([], decode_rows=rows, chunks=GRAPH_CHUNKS, tokens=rows + tokens, ids=_NO_IDS)
+            self.book.add(("beside", tokens), partial(self._body, replace(shape, max_new=tokens)))
         self.kv[SCRATCH_PAGE].zero_()
 
     # --------------------------------------------------------------------------------------------------------- launch
@@ -198,24 +202,34 @@ class DeviceForward:
     def _launch_body(self, rows: Sequence[Row], feed: Sequence[tuple[int, int]]) -> np.ndarray:
         """Returns where each row's last token stands in `hidden`: [rows] int64."""
         counts = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
-        decode, tokens = int((counts == 1).sum()), int(counts.sum())
-        spans = [self._span(row) for row in rows]
+        decode = int((counts == 1).sum())
+        key, padding = self._padding(decode, len(rows) - decode, int(counts[decode:].sum()))
         ids = np.maximum(np.concatenate([row.ids for row in rows]), 0)  # UNKNOWN ones are fed
-        key = None
-        if decode == len(rows):
-            padded = self.sizes.padded_rows(decode)
-            shape = self.plan.fill(spans, decode_rows=padded, ids=ids)
-            key = ("rows", padded)
-        elif not decode and len(rows) <= GRAPH_CHUNKS and (padded := self.sizes.padded_tokens(tokens)) is not None:
-            shape = self.plan.fill(spans, chunks=GRAPH_CHUNKS, tokens=padded, ids=ids)
-            shape = replace(shape, max_new=padded)
-            key = ("tokens", padded)
-        else:
-            shape = self.plan.fill(spans, ids=ids)
+        shape = self.plan.fill([self._span(row) for row in rows], ids=ids, **padding)
+        if key is not None and key[0] != "rows":
+            shape = replace(shape, max_new=key[1])
         if feed:
             self._feed(feed)
         self.book.run(key, partial(self._body, shape))
-        return counts.cumsum() - 1
+        lasts = counts.cumsum() - 1
+        lasts[decode:] += shape.decode_rows - decode
+        return lasts
+
+    def _padding(self, decode: int, chunks: int, tokens: int) -> tuple[tuple[str, int] | None, dict[str, int]]:
+        """The graph of a body of so many decode rows, chunks and tokens of chunks, and what the step is padded to."""
+        if not chunks:
+            padded = self.sizes.padded_rows(decode)
+            return (None, {}) if padded is None else (("rows", padded), {"decode_rows": padded})
+        if chunks > GRAPH_CHUNKS:
+            return None, {}
+        if not decode:
+            padded = self.sizes.padded_tokens(tokens)
+            filled = {"decode_rows": 0, "chunks": GRAPH_CHUNKS, "tokens": padded}
+            return (None, {}) if padded is None else (("tokens", padded), filled)
+        both = self.sizes.padded_beside(decode, tokens)
+        if both is None:
+            return None, {}
+        return ("beside", both[1]), {"decode_rows": both[0], "chunks": GRAPH_CHUNKS, "tokens": sum(both)}
 
     def _feed(self, feed: Sequence[tuple[int, int]]) -> None:
         """Put tokens that were drawn on the device among the ids; NO_TOKEN, whose row has failed, becomes 0."""

@@ -3,10 +3,11 @@
 A graph replays one shape. A step is padded to the next shape that was captured; one that is larger than all, or of a
 sampling variant that was not asked for, runs eagerly, with the same result. Two kinds of graph make up a step:
 
-    body   the forward pass: of decode rows alone, by their number, or of prompt chunks alone, by their tokens
+    body   the forward pass: of decode rows alone, by their number; of prompt chunks alone, by their tokens; of chunks
+           beside decode rows, by the chunks' tokens, the rows padded to the largest batch
     head   output projection and sampling, by the number of rows and the variant
 
-so that variants multiply only the short part. Chunks beside decode rows run eagerly: their sizes are two at once.
+so that variants multiply only the short part.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _SMALL_BATCHES = (1, 2, 4, 8)
 _BATCH_STEP, _BATCH_STEP_ENDS, _LARGE_BATCH_STEP = 16, 256, 128
 _TOKEN_POWERS = tuple(2**i for i in range(8))  # 1, 2, 4 .. 128
 _TOKEN_STEP = 256
+_BESIDE_MOST = 1024  # a larger step takes longer on the device than its eager launch does (measured for 8B)
 
 Run = Callable[[], None]
 Capture = Callable[[Run], Run]
@@ -51,11 +53,13 @@ class CaptureSizes:
         rows: numbers of decode rows, rising.
         tokens: numbers of tokens of prompt chunks, rising; none: chunks run eagerly.
         variants: of VARIANTS.
+        beside: numbers of tokens of prompt chunks beside decode rows, rising; these are padded to the last of `rows`.
     """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     variants: tuple[str, ...]
+    beside: tuple[int, ...] = ()
 
     @classmethod
     def derive(
@@ -64,11 +68,15 @@ class CaptureSizes:
         max_num_tokens: int,
         rows: Sequence[int] | None = None,
         variants: Sequence[str] | None = None,
+        *,
+        mixes: bool = False,
     ) -> CaptureSizes:
-        """Those that were configured, and what follows from the limits where nothing was."""
+        """Those that were configured, and what follows from the limits where nothing was. `mixes`: chunks run beside
+        decode rows."""
         chosen = batch_sizes(max_batch_size) if rows is None else tuple(sorted(set(rows)))
         wanted = VARIANTS if variants is None else tuple(v for v in VARIANTS if v in variants)
-        return cls(chosen, token_counts(max_num_tokens), wanted)
+        tokens = token_counts(max_num_tokens)
+        return cls(chosen, tokens, wanted, tuple(t for t in tokens if mixes and t <= _BESIDE_MOST))
 
     def padded_rows(self, rows: int) -> int | None:
         """The number of rows that a step of so many is padded to; None: none is large enough."""
@@ -77,6 +85,11 @@ class CaptureSizes:
     def padded_tokens(self, tokens: int) -> int | None:
         """The same of a step of prompt chunks alone."""
         return _next(self.tokens, tokens)
+
+    def padded_beside(self, rows: int, tokens: int) -> tuple[int, int] | None:
+        """The rows and the chunks' tokens that a step of both is padded to."""
+        padded = _next(self.beside, tokens)
+        return None if padded is None or not self.rows or rows > self.rows[-1] else (self.rows[-1], padded)
 
 
 def _next(sizes: Sequence[int], wanted: int) -> int | None:

@@ -18,7 +18,7 @@ from tailrace.engine.step import Row, StepPlan
 from tailrace.model.sampling_params import SamplingParams
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 70, 130]  # around pages, over mistral's window of 24
-FEW = CaptureSizes((1, 2, 4, 8), (1, 4, 16, 64), ("greedy", "temperature_only", "advanced"))
+FEW = CaptureSizes((1, 2, 4, 8), (1, 4, 16, 64), ("greedy", "temperature_only", "advanced"), (4, 64))
 
 on_each = pytest.mark.parametrize("device", DEVICES)
 
@@ -152,11 +152,11 @@ def test_prompt_logprobs_are_the_cpus(tiny, device):
 def test_padding_rows_change_no_page_and_no_result(tiny, device):
     path = tiny("llama")
     plain = device_reference(path, device, sizes=CaptureSizes((), (), ()))
-    padded = device_reference(path, device, sizes=CaptureSizes((8,), (64,), FEW.variants), warm=True)
-    for rows in ([20, 7], [1, 1, 1]):
+    padded = device_reference(path, device, sizes=CaptureSizes((8,), (64,), FEW.variants, (64,)), warm=True)
+    for rows in ([20, 7], [1, 1, 1], [1, 12, 1]):
         results = [ref.engine.step(StepPlan(rows_of(rows))) for ref in (plain, padded)]
         assert [r.tokens for r in results[0]] == [r.tokens for r in results[1]]
-    assert padded.forward.book.replayed == 4 and not padded.forward.book.eager
+    assert padded.forward.book.replayed == 6 and not padded.forward.book.eager
     used = 4 * 3 + 1
     assert padded.pool[used:].isnan().all()
     written = [ref.pool[1:used].nan_to_num(nan=-77.0) for ref in (plain, padded)]
@@ -233,7 +233,7 @@ def test_what_a_graph_computes_equals_the_eager_step_to_the_bit(tiny, dtype):
     made = [
         device_reference(path, "cuda", dtype=dtype, sizes=FEW, max_batch_size=8, warm=warm) for warm in (True, False)
     ]
-    for lengths, start in (([20, 3, 40], 0), ([1, 1, 1], 40), ([64], 0), ([1] * 7, 3)):
+    for lengths, start in (([20, 3, 40], 0), ([1, 1, 1], 40), ([64], 0), ([1] * 7, 3), ([1, 30, 1, 8], 20)):
         results = [ref.engine.step(StepPlan(rows_of(lengths, start=start))) for ref in made]
         assert [r.tokens for r in results[0]] == [r.tokens for r in results[1]]
         for name in ("hidden", "logits"):
@@ -241,7 +241,7 @@ def test_what_a_graph_computes_equals_the_eager_step_to_the_bit(tiny, dtype):
             assert torch.equal(a[: len(lengths)].nan_to_num(), b[: len(lengths)].nan_to_num()), (name, lengths)
     pools = [ref.pool[1:].nan_to_num(nan=-77.0) for ref in made]
     assert torch.equal(*pools)
-    assert made[0].forward.book.replayed == 8 and made[1].forward.book.eager == 8
+    assert made[0].forward.book.replayed == 10 and made[1].forward.book.eager == 10
 
 
 @pytest.mark.gpu

@@ -40,6 +40,7 @@ def test_what_is_configured_is_taken_and_what_is_not_derived():
     sizes = CaptureSizes.derive(32, 256, rows=[16, 2, 2, 1], variants=["advanced", "greedy"])
     assert sizes.rows == (1, 2, 16) and sizes.variants == ("greedy", "advanced")
     assert CaptureSizes.derive(32, 256) == CaptureSizes(batch_sizes(32), token_counts(256), VARIANTS)
+    assert CaptureSizes.derive(32, 4096, mixes=True).beside == token_counts(1024)
 
 
 def test_a_step_is_padded_to_the_next_size_or_to_none():
@@ -47,6 +48,9 @@ def test_a_step_is_padded_to_the_next_size_or_to_none():
     assert [sizes.padded_rows(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 8, 8, None]
     assert [sizes.padded_tokens(n) for n in (1, 4, 5, 64, 65)] == [4, 4, 64, 64, None]
     assert CaptureSizes((), (), ()).padded_rows(1) is None
+    both = CaptureSizes((1, 8), (4, 64), VARIANTS, (4, 16))
+    assert [both.padded_beside(*n) for n in ((1, 1), (8, 16), (9, 4), (3, 17))] == [(8, 4), (8, 16), None, None]
+    assert sizes.padded_beside(1, 1) is None
 
 
 def test_the_variants_are_those_of_the_sampler():
