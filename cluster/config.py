@@ -174,7 +174,8 @@ class GenPool(Pool):
     drafts: int = setting(
         0,
         "Tokens that the model's own draft block guesses for a sequence and step, verified in the next; 0: none. "
-        "Answers stay the same; ctx computes the block for prompts, too. DeepSeek V3, V3.2, V4 (one token).",
+        "Answers stay the same; ctx computes the block for prompts, too. DeepSeek V3, V3.2, V4 (one token), V4.1 (a "
+        "block).",
         status="prototype",
         ge=0,
         le=16,

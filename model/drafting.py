@@ -163,15 +163,15 @@ class DraftingDecoder:
         return before
 
     def propose(
-        self, states: torch.Tensor, ids: torch.Tensor, pool: RowPool, rows: Sequence[RowSpan], counts: Sequence[int]
+        self, hidden: torch.Tensor, ids: torch.Tensor, pool: RowPool, rows: Sequence[RowSpan], counts: Sequence[int]
     ) -> list[Guessed]:
-        """See family.DraftingRowDecoder; states: [tokens, width]."""
+        """See family.DraftingRowDecoder; hidden: [tokens, width]."""
         made = [Guessed([], []) for _ in rows]
         first = 0
         asked: list[tuple[int, RowSpan, torch.Tensor, torch.Tensor]] = []
         for i, row in enumerate(rows):
             at = slice(first, first + row.num_new)
-            asked.append((i, row, states[at], ids[at]))
+            asked.append((i, row, hidden[at], ids[at]))
             first = at.stop
         while asked := [a for a in asked if len(made[a[0]].tokens) < counts[a[0]] and self._fits(a[1])]:
             spans = [span for _, span, _, _ in asked]

@@ -158,7 +158,7 @@ def reference(
         decoder: Any = Decoder(loaded)
     else:
         loaded = decoder = weights or source.family.load(source.tensors, source.config, torch_dtype, tokens_per_page)
-        layout = RowLayout(source.config.row_groups(dtype), tokens_per_page, dtype)
+        layout = RowLayout(loaded.layout.groups, tokens_per_page, dtype)
     kv = KvManager(layout, num_pages, block_tokens)
     pool = pool_tensor(np.zeros((num_pages, layout.bytes_per_page), np.uint8), layout)
     engine = Engine(decoder, pool)

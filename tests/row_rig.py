@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 from node_rig import SECRET, Hub, until
 from oracle import Comparison, Reference, greedy
 
@@ -25,12 +27,16 @@ from tailrace.cluster.worker import compat_record
 from tailrace.ctx_worker.loop import CtxLoop
 from tailrace.ctx_worker.scheduler import PrefillScheduler
 from tailrace.engine.engine import Engine, pool_tensor
+from tailrace.engine.step import Logprob
+from tailrace.gen_worker.drafting import Drafting
 from tailrace.gen_worker.loop import GenLoop
 from tailrace.gen_worker.scheduler import DecodeScheduler
+from tailrace.kernels.paged_attention import RowSpan
 from tailrace.kv_cache.arena import Arena, arena_name
 from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.replay_policy import ReplayPolicy
+from tailrace.model.row_store import RowPool
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.transfer.core_events import CoreConfig
 from tailrace.transfer.messages import (
@@ -94,14 +100,16 @@ class RowRig:
         chunk: tokens of a pass at most.
         replay: of every prompt's end at gen; None: ctx computes whole prompts.
         tail: prompt ids that gen gets.
+        drafts: guesses a row, of a decoder that can make them.
     """
 
     def __init__(
         self, ref: Reference, kind: str = "shm", *, chunk: int = 64, ctx_pages: int = 400, gen_pages: int = 400,
         verify: bool = False, core: type | None = None, replay: ReplayPolicy | None = None, tail: int | None = None,
+        drafts: int = 0,
     ) -> None:  # fmt: skip
         self.ref, self.kind, self.chunk, self.verify = ref, kind, chunk, verify
-        self.replay, self.tail = replay, tail
+        self.replay, self.tail, self.drafts = replay, tail, drafts
         self.block = ref.kv.block_tokens
         self.hasher = BlockHasher(SECRET, self.block)
         self.exchange, self.stop = Exchange(), threading.Event()
@@ -160,11 +168,13 @@ class RowRig:
             loop: Any = CtxLoop(engine, kv, node, prefill, eos_ids=eos, grammars=ref.grammars)
         else:
             decode = DecodeScheduler(
-                layout, max_batch_size=16, max_num_tokens=self.chunk, max_gen_init_admissions_per_pass=4
-            )
+                layout, max_batch_size=16, max_num_tokens=self.chunk, max_gen_init_admissions_per_pass=4,
+                max_drafts=self.drafts,
+            )  # fmt: skip
             upper = self.replay.decoder if self.replay else 0
             loop = GenLoop(
-                engine, kv, node, decode, prefill, eos_ids=eos, grammars=ref.grammars, replay_tokens=upper
+                engine, kv, node, decode, prefill, eos_ids=eos, grammars=ref.grammars, replay_tokens=upper,
+                drafting=Drafting(self.drafts) if self.drafts else None,
             )  # fmt: skip
         thread = threading.Thread(target=loop.run, args=(self.stop,), daemon=True, name=f"loop-{name}")
         self.sides[name] = Side(node, kv, engine, loop, thread, arena)
@@ -286,3 +296,25 @@ class RowRig:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@torch.inference_mode()
+def one_process(ref: Reference, prompt: Sequence[int], policy: ReplayPolicy, count: int) -> list[Logprob]:
+    """The greedy answer behind a prompt of which the upper layers know only the end: one row a step, no loops."""
+    decoder: Any = ref.weights
+    size = len(prompt) + count
+    pool = RowPool(torch.full((80, ref.layout.bytes_per_page), 0xFF, dtype=torch.uint8), decoder.layout)
+    table = np.arange(1, 1 + ref.layout.num_pages(size), dtype=np.int32)
+    begin = max(0, len(prompt) - policy.decoder)
+    ids, found = list(prompt), []
+    cuts = [0, *([begin] if begin else []), *range(len(prompt), size)]
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        span = RowSpan(start, end - start, table, upper_from=begin)
+        hidden = decoder.forward(torch.tensor(ids[start:end]), torch.arange(start, end), pool, [span])
+        if end >= len(prompt):
+            logprobs = decoder.logits(hidden[-1:])[0].log_softmax(-1)
+            top = logprobs.topk(5)
+            pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            found.append(Logprob(pairs[0][0], pairs[0][1], pairs))
+            ids.append(pairs[0][0])
+    return found

@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every family with rows of its own, with the tiny tokenizer: what serving tests run on.
 
-    write_tiny_family(tmp_path / "m", "v4")          # one of FAMILIES
+    write_tiny_family(tmp_path / "m", "v4")          # one of FAMILIES, or v41-draft, whose draft stages are often right
 
 Windows, ratios and top-k are small, so that a prompt of a hundred tokens passes them all; nothing stays at an init of
 zero or one.
@@ -19,7 +19,7 @@ from mla_checkpoints import write_tiny_mla
 from safetensors.torch import save_file
 
 from tailrace.model import csa2_config, csa_config, csa_tensors
-from tests.model.csa2_models import ENGRAM, PLAIN, random_tensors
+from tests.model.csa2_models import DRAFT, ENGRAM, PLAIN, knowing_tensors, random_tensors
 from tests.model.csa_models import tiny_config
 
 FAMILIES = ("v3", "v32", "v4", "v41", "v41-engram")
@@ -42,14 +42,17 @@ def write_tiny_family(directory: Path, family: str, seed: int = 1) -> Path:
             for name, shape in csa_tensors.tensor_shapes(config)
         }
     else:
-        raw = (ENGRAM if family == "v41-engram" else PLAIN) | {"vocab_size": VOCAB_SIZE, "image_token_id": 3}
-        if family == "v41-engram":
+        raw = {"v41": PLAIN, "v41-engram": ENGRAM, "v41-draft": DRAFT}[family]
+        raw = raw | {"vocab_size": VOCAB_SIZE, "image_token_id": 3}
+        if family != "v41":
             raw |= {"engram_compressed_vocab_size": _CLASSES}
             rng = np.random.default_rng(5)
             classes = [*range(_CLASSES), *rng.integers(0, _CLASSES, VOCAB_SIZE - _CLASSES).tolist()]
             (directory / "engram_token_map.json").write_text(json.dumps(classes))
         csa2_config.parse_config(raw, "tiny")
-        tensors = random_tensors(raw, seed)
+        if family == "v41-draft":
+            raw |= {"dspark_markov_rank": raw["hidden_size"]}
+        tensors = (knowing_tensors if family == "v41-draft" else random_tensors)(raw, seed)
         tensors["head.weight"] = tensors["head.weight"] * 3
     (directory / "config.json").write_text(json.dumps(raw, indent=1))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, IM_END_ID]}))

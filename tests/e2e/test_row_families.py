@@ -71,9 +71,12 @@ def test_unset_pages_take_128_tokens(tmp_path: Path):
         cluster.quiet()
 
 
-def test_drafts_change_no_answer_and_are_counted(tmp_path: Path):
+@pytest.mark.parametrize("family", ["v3", "v41"])
+def test_drafts_change_no_answer_and_are_counted(tmp_path: Path, family: str):
     """ctx makes the draft block's rows of the prompt, gen guesses from them."""
-    model = Model(str(write_knowing_mla(tmp_path / "model", "deepseek_v3")))
+    path = tmp_path / "model"
+    is_dspark = family == "v41"
+    model = Model(str(write_tiny_family(path, "v41-draft") if is_dspark else write_knowing_mla(path, "deepseek_v3")))
     config = {"tokens_per_page": PAGE, "block_tokens": PAGE, "max_num_tokens": 40, "gen_config": {"drafts": 3}}
     with LocalCluster(tmp_path / "cluster", model.spec, transport="shm", **config) as cluster:
         cluster.poison()

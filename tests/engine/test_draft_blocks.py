@@ -24,7 +24,7 @@ from tailrace.model.errors import ConfigError
 from tailrace.model.family import DraftingRowDecoder, Guessed
 from tailrace.model.hf_directory import read_json, stored_tensors
 from tailrace.model.mla_config import parse_config
-from tests.model.csa2_models import DRAFT, PLAIN, knowing_tensors, make_decoder
+from tests.model.csa2_models import DRAFT, PLAIN, knowing_tensors, make_decoder, random_tensors
 from tests.model.csa_models import oracle_model, tiny_config, with_draft
 
 PAGES = {"deepseek_v3": 8, "deepseek_v32": 8, "deepseek_v4": 32, "deepseek_v41": 16}
@@ -33,13 +33,22 @@ CARRYING = FAMILIES[:3]  # V4.1's stages keep windows
 DSPARK = DRAFT | {"dspark_markov_rank": DRAFT["hidden_size"]}
 
 
+def knowing_and_sensitive() -> dict[str, torch.Tensor]:
+    """Whatever the stages see changes how sure they are."""
+    tensors = knowing_tensors(DSPARK)
+    (name,) = (name for name in tensors if name.endswith("confidence_head.proj.weight"))
+    tensors[name] = random_tensors(DSPARK)[name]
+    tensors[name][:, : DSPARK["hidden_size"]] *= 50
+    return tensors
+
+
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], DraftingRowDecoder]:
     made: dict[str, DraftingRowDecoder] = {}
 
     def make(family: str) -> DraftingRowDecoder:
         if family == "deepseek_v41":
-            return Csa2DraftingDecoder(make_decoder(DSPARK, tensors=knowing_tensors(DSPARK)))
+            return Csa2DraftingDecoder(make_decoder(DSPARK, tensors=knowing_and_sensitive()))
         if family == "deepseek_v4":
             raw = tiny_config("WCHCW")
             return DraftingDecoder(CsaBlock(with_draft(oracle_model(raw), parse_csa(raw, "x"))[0]))
