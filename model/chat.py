@@ -202,6 +202,9 @@ class ChatTemplate:
         try:
             self.reads_tools = "tools" in find_undeclared_variables(environment.parse(text))
             self._template = environment.from_string(text)
+            self._template.globals = dict(
+                self._template.globals
+            )  # jinja's chain of dicts is slow to copy, at each call
         except (TemplateSyntaxError, RecursionError) as error:
             raise ConfigError(f"{where}: does not parse: {error}") from error
 

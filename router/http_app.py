@@ -193,6 +193,7 @@ class Completion(Exchange):
         except asyncio.CancelledError:
             if not out.too_slow:
                 raise
+            out.let_go()
             generation.close("slow_reader")
         finally:
             service.watchers.discard(out.watch)

@@ -2,7 +2,8 @@
 
 uvicorn bounds neither how long a head may take nor how long it may be, so a client that sends a byte now and then holds
 its connection for ever. Here a head has HEAD_S seconds and MAX_HEAD_BYTES, and whatever is wrong before there is a
-request is told in the error object too. It also lets a response that has begun close its connection (sse.CLOSE_AFTER).
+request is told in the error object too. It also lets a response that has begun close its connection (sse.CLOSE_AFTER),
+and writes the head of a response and the first of its body at once.
 Not used under Ray Serve, which starts uvicorn with a protocol of its own choice. There HAProxy stands before the
 replicas and bounds a head by its buffer (docs/operations.md), and a failed stream is cut off instead.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -25,6 +26,39 @@ MAX_HEAD_BYTES = 65_536
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
+class HeadWithBody:
+    """A transport that writes the head of a response together with what follows it in the same turn of the loop.
+
+    uvicorn writes them apart, and each write to a socket costs its sender, its reader and whoever stands between a
+    wake-up. All but `write` and `close` is the transport's own.
+    """
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._held = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._held:
+            data, self._held = self._held + data, b""
+        elif data.startswith(b"HTTP/1."):  # or a body that begins so, which is held no longer
+            self._held = data
+            self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._held:
+            data, self._held = self._held, b""
+            self._transport.write(data)
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """See the module. One a connection."""
 
@@ -35,7 +69,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _head_bytes = 0  # of a head that is not whole yet
 
     def connection_made(self, transport: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
+        super().connection_made(cast(Any, HeadWithBody(transport, self.loop)))
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

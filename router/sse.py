@@ -83,6 +83,11 @@ class EventStream:
             self._comment_due.set()
             self._wake()
 
+    def let_go(self) -> None:
+        """The writing task has seen that it is `too_slow`: it goes on, as one that nobody cancelled."""
+        if self._task is not None:
+            self._task.uncancel()
+
     async def _put(self, message: Message) -> None:
         self._comment_due.clear()
         self._writing_since = self._clock()
@@ -91,19 +96,34 @@ class EventStream:
 
 
 async def until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
-    """Run `work` to its end (True), or cancel it when the client closes its side (False). Its errors pass through."""
-    task = asyncio.create_task(work)
+    """Run `work` to its end (True), or cancel it when the client closes its side (False). Its errors pass through.
+
+    It runs in the caller's task: a task of its own for each request would cost more than much of what it does.
+    """
+    mine = asyncio.current_task()
+    assert mine is not None
     gone = asyncio.create_task(_disconnected(receive))
+    over = left = False
+
+    def cancel(_: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not over:
+            left = mine.cancel()
+
+    gone.add_done_callback(cancel)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        await work
+    except asyncio.CancelledError:
+        if left and mine.uncancel() == 0:  # else somebody cancelled the caller, too
             return False
-        task.result()
+        raise
+    else:
+        if left:  # it had something to end in order, and has
+            mine.uncancel()
         return True
     finally:
-        task.cancel()
+        over = True
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
