@@ -185,6 +185,10 @@ def _sizes_table(config: TailraceConfig, sizes: Sizes) -> Table:
     table.add_row("bytes a page", _by_pool(page))
     table.add_row("bytes a token", _by_pool(token))
     table.add_row("tokens of one request at most", str(sizes.max_request_tokens))
+    if sizes.replay is not None:
+        lower, upper = sizes.replay.encoder, sizes.replay.decoder
+        loss = f"approximate ({sizes.replay_step})" if sizes.replay_step else "exact"
+        table.add_row("tokens of a prompt left to gen", f"{lower}, of them {upper} through the upper layers: {loss}")
     table.add_row("memory of pages in all", f"{total / 2**20:.1f} MiB, shared or the GPUs'")
     if config.device != "cpu" and isinstance(sizes.ctx_layout, PageLayout):
         for role in ("ctx", "gen"):

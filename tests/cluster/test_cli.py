@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_tiny_checkpoint
+from tiny_families import write_tiny_family
 
 from tests.model.published import V32, published_config
 
@@ -36,6 +37,18 @@ def test_check_prints_what_each_rank_holds(tmp_path):
     result = tailrace("check", str(tmp_path / "config.yaml"), env=os.environ | {"COLUMNS": "200"})
     assert result.returncode == 0, result.stderr
     assert "4, each with 1 of 2 key-value heads, 256.0 MiB" in result.stdout and "ctx ranks" not in result.stdout
+
+
+def test_check_prints_what_of_a_prompt_is_left_to_gen_and_whether_that_is_exact(tmp_path):
+    model, file = write_tiny_family(tmp_path / "m", "v41"), tmp_path / "config.yaml"
+    for decoder, loss in ((40, "40, of them 40 through the upper layers: approximate (replay-40)"), (76, "exact")):
+        mode = f"handoff_mode: bounded_replay_on_generation\nreplay: {{decoder: {decoder}}}\n"
+        file.write_text(f"model: {model}\n{mode}")
+        result = tailrace("check", str(file), env=os.environ | {"COLUMNS": "200"})
+        assert result.returncode == 0 and loss in result.stdout, result.stderr
+    file.write_text("model: smollm2\nhandoff_mode: bounded_replay_on_generation\n")
+    result = tailrace("check", str(file))
+    assert result.returncode == 2 and "family llama is none: use full" in result.stderr
 
 
 def test_check_of_a_model_prints_its_state_groups():

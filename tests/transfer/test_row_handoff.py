@@ -6,6 +6,7 @@ tokens when it is lost: tests/engine/test_row_families.py), in make soak the rea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -259,4 +260,50 @@ def test_real_families_answer_as_one_process_does(tmp_path: Path, family: str, k
         assert [a.moved.pages for a in answers] == [ref.layout.moved_pages(n) for n in lengths]
         (warm,) = rig.assert_equal([prompt_of(63, 163)], 7)
         assert (warm.cached_tokens, warm.moved.pages_skipped) == (48, 3)
+        rig.quiet()
+
+
+@pytest.mark.parametrize(("family", "kind"), [("v4", "shm"), ("v41", "nixl")])
+def test_a10_slow_chunks_beside_a_fast_transfer_are_sent_when_their_forward_has_returned(
+    tmp_path: Path, family: str, kind: str
+):
+    """Six chunks, each slow before and behind its forward; what decides the answer stands in the first, third or last.
+    Gen reads history while ctx computes on; the state, which every chunk overwrites, only behind the last."""
+    if kind == "nixl":
+        pytest.importorskip("nixl")
+    torch.set_num_threads(1)
+    ref, chunk = model(family, tmp_path), 16
+    prompt = prompt_of(6 * chunk - 3, 10)
+    places = (3, 2 * chunk + 5, 5 * chunk + 9)
+    prompts = [[*prompt[:at], (prompt[at] + 7) % 200 + 10, *prompt[at + 1 :]] for at in places]
+    with RowRig(ref, kind, chunk=chunk) as rig:
+        log: list[str] = []
+        step, tell, metrics = rig.ctx.engine.step, rig.ctx.node.chunk_done, rig.gen.node.metrics
+        labels = {"kind": "logical", "transport": kind, "codec": "raw"}
+
+        def slowly(plan: Any) -> Any:
+            if len(plan.rows[0].ids) != 1:
+                log.append(f"launched, {metrics.value('tailrace_transfer_bytes_total', **labels):.0f} bytes here")
+            time.sleep(0.06)
+            results = step(plan)
+            time.sleep(0.06)
+            log.append("returned")
+            return results
+
+        def told(*args: Any) -> None:
+            log.append("told")
+            tell(*args)
+
+        rig.ctx.engine.step, rig.ctx.node.chunk_done = slowly, told  # type: ignore[method-assign]
+        answers, before = [], 0.0
+        for one in prompts:
+            log.clear()
+            answers += rig.assert_equal([one], 8, share=0.7)
+            assert [word.split(",")[0] for word in log] == ["launched", "returned", "told"] * (len(log) // 3)
+            bytes_here = [float(word.split()[1]) for word in log if word.startswith("launched")]
+            assert len(bytes_here) >= 4, "a prefix may be found, the chunks behind it are slow"
+            assert bytes_here[-1] > before, "history was read while ctx computed"
+            before = metrics.value("tailrace_transfer_bytes_total", **labels)
+            assert before - bytes_here[-1] >= ref.layout.num_state_pages * ref.layout.bytes_per_page // 2
+        assert len({tuple(a.samples[0]) for a in answers}) == 3, "each of the three tokens decides"
         rig.quiet()
