@@ -300,6 +300,8 @@ class GenLoop:
         if layout.is_windowed:
             self._release(sequence.take_pages_before(layout.first_needed_page(sequence.num_computed)))
         while (fresh := self.kv.allocate(1)) is None:
+            if self._ahead is not None and self._ahead.flying:  # it has landed before anybody gives way
+                return False
             if self._shadow is not None and self._shadow.give_way():
                 continue
             youngest = self.scheduler.youngest(self.prefill or ())

@@ -87,6 +87,27 @@ def test_without_a_page_to_spare_a_pass_waits_for_the_last_one_and_somebody_give
     gen.assert_quiet()
 
 
+def test_nobody_gives_way_to_a_row_whose_page_was_taken_while_a_pass_flies(monkeypatch):
+    """The transfer thread may take the last pages between the look at them and the row's own."""
+    gen = Gen(num_pages=10, ahead=True)
+    keys = [gen.admit(name, prompt_of(6, i), max_tokens=12) for i, name in enumerate("ab")]
+    gen.loop.run_pass()
+    lent = gen.kv.allocate(gen.kv.available())
+    flying: list[int] = []
+    real = gen.loop._preempt
+    monkeypatch.setattr(gen.loop, "_preempt", lambda s: flying.append(gen.loop._ahead.flying) or real(s))
+    monkeypatch.setattr(gen.kv, "available", lambda: 99)
+    for _ in range(6):
+        gen.loop.run_pass()
+    monkeypatch.undo()
+    assert flying and not any(flying)
+    gen.kv.release(lent)
+    gen.drain()
+    for key in keys:
+        gen.assert_equals_undisturbed(key)
+    gen.assert_quiet()
+
+
 def test_a_row_that_fails_in_flight_ends_its_request_alone():
     gen = Gen(ahead=True)
     key = gen.admit("a", prompt_of(6, 1), max_tokens=30)
