@@ -1,9 +1,10 @@
 """Copies spans of a peer's mapped memory into ours: whole pages, or the parts of pages that are wanted.
 
-    dst[to : to + length] = src[at : at + length]   for each (at, to) of spans [n, 2], all in units of some bytes
+    dst[to * stride : + length] = src[at * stride : + length]   for each at, to of numbers [2, n]; all in units of bytes
 
-The plain twin of page_read_triton.py, for any device that torch sees; `read_spans` takes the kernel on a GPU. Whoever
-calls it on a side stream learns by an event that no load and no store of it is left. Knows no page and no peer.
+So numbers are those of pages where stride and length are a page's. The plain twin of page_read_triton.py, for any
+device that torch sees; `read_spans` takes the kernel on a GPU. Whoever calls it on a side stream learns by an event
+that no load and no store of it is left. Knows no page and no peer.
 """
 
 from __future__ import annotations
@@ -26,40 +27,46 @@ def unit_of(*numbers: int) -> int:
     return together & -together
 
 
-def check_spans(dst: Memory, src: Memory, spans: np.ndarray, length: int, unit: int) -> None:
+def check_spans(dst: Memory, src: Memory, numbers: np.ndarray, length: int, stride: int, unit: int) -> None:
     """Raises ValueError unless `read_spans` may be called so.
 
     Args:
-        spans: [n, 2] int64 in host memory.
+        numbers: [2, n] int32 in host memory.
     """
-    if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2:
-        raise ValueError(f"spans are [n, 2] int64, not {list(spans.shape)} {spans.dtype}")
-    if unit not in UNITS or (dst.address | src.address) % unit or not 0 < length * unit < _MOST_BYTES:
+    if numbers.dtype != np.int32 or numbers.ndim != 2 or len(numbers) != 2:
+        raise ValueError(f"numbers of spans are [2, n] int32, not {list(numbers.shape)} {numbers.dtype}")
+    if unit not in UNITS or (dst.address | src.address) % unit or not 0 < length * unit < _MOST_BYTES or stride < 1:
         where = f"from {src.address:#x} to {dst.address:#x}"
-        raise ValueError(f"spans of {length} units of {unit} bytes cannot be copied {where}")
-    if not len(spans):
-        return
-    low, high = int(spans.min()), ((spans.max(0) + length) * unit).tolist()
-    if low < 0 or high[0] > src.nbytes or high[1] > dst.nbytes:
-        raise ValueError(f"spans reach from {low} to {high} in memories of {src.nbytes} and {dst.nbytes} bytes")
+        raise ValueError(f"spans of {length} units of {unit} bytes, {stride} apart, cannot be copied {where}")
+    for row, memory in zip(numbers, (src, dst), strict=True):
+        if len(row) and (row.min() < 0 or (int(row.max()) * stride + length) * unit > memory.nbytes):
+            reach = f"{row.min()} to {row.max()}, {stride} units of {unit} bytes apart"
+            raise ValueError(f"spans of {length} units, {reach}, in a memory of {memory.nbytes} bytes")
 
 
 def read_spans(
-    dst: Memory, src: Memory, spans: torch.Tensor, length: int, unit: int, programs: int = DEFAULT_PROGRAMS
+    dst: Memory,
+    src: Memory,
+    numbers: torch.Tensor,
+    length: int,
+    stride: int,
+    unit: int,
+    programs: int = DEFAULT_PROGRAMS,
 ) -> None:
     """Copy, in the current stream.
 
     Args:
-        spans: [n, 2] int64 on dst's device: (of src, of dst), in units; destinations do not overlap. Unchecked here.
+        numbers: [2, n] int32 on dst's device: of src, of dst; destinations do not overlap. Unchecked here.
         length: of each span, in units.
+        stride: from one number to the next, in units.
         unit: bytes of one, of UNITS; divides both addresses.
         programs: of the kernel at most, each of which keeps a processor of the GPU busy.
     """
     if dst.device.type == "cuda":
         from tailrace.kernels import page_read_triton  # only where there is a GPU
 
-        page_read_triton.read_spans(dst, src, spans, length, unit, programs)
+        page_read_triton.read_spans(dst, src, numbers, length, stride, unit, programs)
         return
-    ours, theirs, nbytes = dst.tensor, src.tensor, length * unit
-    for at, to in (spans * unit).tolist():
-        ours[to : to + nbytes] = theirs[at : at + nbytes]
+    ours, theirs, nbytes, step = dst.tensor, src.tensor, length * unit, stride * unit
+    for at, to in numbers.T.tolist():
+        ours[to * step : to * step + nbytes] = theirs[at * step : at * step + nbytes]

@@ -1,9 +1,9 @@
 """The Triton kernel of page_read.py: a few persistent programs that copy spans, each with many loads in flight.
 
 A span is cut into pieces and a tile is some pieces, of one span or of several small ones: every program copies tile
-after tile, in the order of the list, with 16-byte accesses where the offsets allow it. Loads of the next tiles are
-under way while a tile is stored (through shared memory, `STAGES` deep). No program waits for another, so none waits for
-ever. Importable only where triton is.
+after tile, in the order of the list, with 16-byte accesses where the sizes allow it. A tile is 64 KiB in registers: so
+many bytes a program has under way, each warp its own part of them, and while they come the numbers of the next tile do.
+No program waits for another, so none waits for ever. Importable only where triton is.
 """
 
 # ruff: noqa: ANN001, ANN202 (Triton itself types what a kernel takes)
@@ -26,10 +26,14 @@ _WORDS = {16: torch.int32, 8: torch.int32, 4: torch.int32, 2: torch.int16, 1: to
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the kernel. `tile_bytes`: power of two; `warps`, `stages`: of a program."""
+    """Of the kernel. `tile_bytes`: power of two; `warps`, `stages`: of a program.
 
-    tile_bytes: int = 32 << 10
-    warps: int = 16
+    On an H200 the default is the fastest of those tried for pages of 4 to 64 KiB; stages through shared memory (2 and
+    more) were slower, tiles of 128 KiB need more registers than there are.
+    """
+
+    tile_bytes: int = 64 << 10
+    warps: int = 32
     stages: int = 1
 
 
@@ -37,13 +41,14 @@ DEFAULT_SHAPE = Shape()
 
 
 # Not specialized: a job of another size must not wait for a compilation.
-@triton.jit(do_not_specialize=["n", "units", "pieces", "tiles"])
+@triton.jit(do_not_specialize=["n", "units", "stride", "pieces", "tiles"])
 def _read_spans(
     dst,  # pointer to words
     src,  # pointer to words
-    spans,  # pointer to int64 [n, 2]: of src, of dst, in units
+    numbers,  # pointer to int32 [2, n]: of src, of dst
     n,
     units,  # of a span
+    stride,  # units from one number to the next
     pieces,  # of a span: ceil(units * UNIT / PIECE)
     tiles,  # ceil(n * pieces / ROWS)
     UNIT: tl.constexpr,  # words of one
@@ -55,16 +60,17 @@ def _read_spans(
     row, column = tl.arange(0, ROWS), tl.arange(0, PIECE)
     first, step = tl.program_id(0), tl.num_programs(0)
     span, inside = _span_of(first, row, pieces, n, ROWS)
-    at = tl.load(spans + 2 * span, mask=inside, other=0)
-    to = tl.load(spans + 2 * span + 1, mask=inside, other=0)
+    at = tl.load(numbers + span, mask=inside, other=0)
+    to = tl.load(numbers + n + span, mask=inside, other=0)
     for tile in tl.range(first, tiles, step, num_stages=STAGES):
         next_span, next_inside = _span_of(tile + step, row, pieces, n, ROWS)  # so that no load of data waits for it
-        next_at = tl.load(spans + 2 * next_span, mask=next_inside, other=0)
-        next_to = tl.load(spans + 2 * next_span + 1, mask=next_inside, other=0)
+        next_at = tl.load(numbers + next_span, mask=next_inside, other=0)
+        next_to = tl.load(numbers + n + next_span, mask=next_inside, other=0)
         word = ((tile * ROWS + row - span * pieces) * PIECE)[:, None] + column[None, :]
         mask = inside[:, None] & (word < units * UNIT)
-        x = tl.load(src + (at * UNIT)[:, None] + word, mask=mask)  # 64 bits: a pool passes 2^31 words
-        tl.store(dst + (to * UNIT)[:, None] + word, x, mask=mask)
+        first_read = at.to(tl.int64) * stride * UNIT  # 64 bits: a pool passes 2^31 words
+        x = tl.load(src + first_read[:, None] + word, mask=mask)
+        tl.store(dst + (to.to(tl.int64) * stride * UNIT)[:, None] + word, x, mask=mask)
         span, inside, at, to = next_span, next_inside, next_at, next_to
 
 
@@ -88,14 +94,15 @@ class _Words:
 def read_spans(
     dst: Memory,
     src: Memory,
-    spans: torch.Tensor,
+    numbers: torch.Tensor,
     length: int,
+    stride: int,
     unit: int,
     programs: int = DEFAULT_PROGRAMS,
     shape: Shape = DEFAULT_SHAPE,
 ) -> None:
     """As page_read.read_spans."""
-    n = len(spans)
+    n = numbers.shape[1]
     if not n:
         return
     dtype = _WORDS[unit]
@@ -107,7 +114,7 @@ def read_spans(
     if (tiles + programs) * rows >= 1 << 31:
         raise ValueError(f"{n} spans of {length} units of {unit} bytes are more than one launch takes")
     _read_spans[(min(programs, tiles),)](
-        _pointer(dst, dtype), _pointer(src, dtype), spans, n, length, pieces, tiles,
+        _pointer(dst, dtype), _pointer(src, dtype), numbers, n, length, stride, pieces, tiles,
         UNIT=unit // dtype.itemsize, ROWS=rows, PIECE=piece, STAGES=shape.stages, num_warps=shape.warps,
     )  # fmt: skip
 

@@ -96,10 +96,10 @@ def launches() -> Iterator[str]:
     gate_up, down = torch.zeros(3, 256, 256, dtype=BF16), torch.zeros(3, 256, 128, dtype=BF16)
     experts_triton.grouped_swiglu(torch.zeros(3, 256, dtype=BF16), gate_up, down, index[:, :2], torch.zeros(3, 2), 10.0)
     yield "experts"
-    pool, spans = Memory(1 << 33, 1 << 31, torch.device("cuda")), torch.zeros(3, 2, dtype=torch.int64)
+    pool, numbers = Memory(1 << 33, 1 << 31, torch.device("cuda")), torch.zeros(2, 3, dtype=torch.int32)
     for page_bytes in (4096, 65_536, 368_640, 96, 7):
         unit = page_read.unit_of(page_bytes)
-        page_read_triton.read_spans(pool, pool, spans, page_bytes // unit, unit)
+        page_read_triton.read_spans(pool, pool, numbers, page_bytes // unit, page_bytes // unit, unit)
     yield "page read"
     yield from device_launches()
 

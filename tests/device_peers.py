@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tailrace.kernels.device_memory import OUT_OF_MEMORY, CudaIpc, DeviceError, Memory, MemoryProvider
-from tailrace.kernels.device_reads import CudaReader, Reader, Ticket
+from tailrace.kernels.device_reads import CudaReader, Numbers, Reader, Ticket
 from tailrace.kernels.page_read import check_spans, read_spans
 from tailrace.kv_cache.arena import Arena
 from tailrace.kv_cache.device_pool import DevicePool
@@ -99,10 +99,10 @@ class SharedReader:
         self._queue: SimpleQueue[tuple[Callable[[], None], _Ticket]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def read(self, dst: Memory, src: Memory, spans: np.ndarray, length: int, unit: int) -> Ticket:
-        check_spans(dst, src, spans, length, unit)
-        there = torch.from_numpy(spans.copy())
-        return self._launch(lambda: read_spans(dst, src, there, length, unit))
+    def read(self, dst: Memory, src: Memory, numbers: Numbers, length: int, stride: int, unit: int) -> Ticket:
+        rows = np.stack(numbers).astype(np.int32)
+        check_spans(dst, src, rows, length, stride, unit)
+        return self._launch(lambda: read_spans(dst, src, torch.from_numpy(rows), length, stride, unit))
 
     def fetch(self, memory: Memory, start: int, nbytes: int) -> bytes:
         found: list[bytes] = []

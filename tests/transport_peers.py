@@ -25,6 +25,7 @@ from device_peers import DEVICE_KINDS, AnyArena, PoolArena, new_pool
 
 from tailrace.kv_cache.arena import Arena, arena_name
 from tailrace.kv_cache.layout import PageLayout, single_layout
+from tailrace.model.errors import PeerError
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
 from tailrace.transfer.messages import Landed, LandingGrant, PageDescriptor
 from tailrace.transfer.transports.base import (
@@ -217,7 +218,10 @@ def _serve(
                 pipe.send(done)
                 done = []
                 continue
-            answer = getattr(ctx, name)(*args)
+            try:
+                answer = getattr(ctx, name)(*args)
+            except PeerError as error:
+                answer = error  # raised by who asked
             pipe.send(answer)
             if name == "close":
                 return
@@ -242,7 +246,10 @@ class ChildCtx:
     def _ask(self, name: str, *args: Any) -> Any:
         self._pipe.send((name, args))
         assert self._pipe.poll(20), f"ctx does not answer {name}"
-        return self._pipe.recv()
+        answer = self._pipe.recv()
+        if isinstance(answer, PeerError):
+            raise answer
+        return answer
 
     def tell(self, name: str, *args: Any) -> None:
         """Ask without waiting, also of a stopped one; `hear` takes the answer."""

@@ -320,7 +320,12 @@ def test_e11_a_ctx_that_stops_for_five_seconds_is_skipped_and_then_used_with_its
 
 @pytest.mark.parametrize(
     ("transport", "times"),
-    [("nixl", 2), pytest.param("nixl", 5, marks=pytest.mark.soak), pytest.param("shm", 2, marks=pytest.mark.soak)],
+    [
+        ("nixl", 2),
+        pytest.param("nixl", 5, marks=pytest.mark.soak),
+        pytest.param("shm", 2, marks=pytest.mark.soak),
+        pytest.param("peer", 3, marks=pytest.mark.gpu),
+    ],
 )
 def test_b10_a_ctx_that_was_killed_and_restarted_at_its_address_is_used_each_time(shared, model, transport, times):
     with leases(shared, model, transport) as cluster:

@@ -15,12 +15,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from tailrace.kernels.device_memory import Memory
 from tailrace.kernels.device_reads import Reader, Ticket
-from tailrace.kernels.page_read import unit_of
+from tailrace.kernels.page_read import UNITS, unit_of
 from tailrace.kv_cache.arena import known_bytes
 from tailrace.kv_cache.device_pool import KNOWN_BYTES, DevicePool
 from tailrace.model.errors import PeerError, WorkerError
@@ -47,7 +48,7 @@ READ_LIMIT_S = 60.0  # of a gigabyte that takes 3 ms alone, on a device that oth
 CLOSE_LIMIT_S = 10.0
 SOON_S = 0.0002  # a read of a few pages ends within that
 _SOON_FOR_S = 0.005  # a longer one may as well be looked for each millisecond
-_SLICE = 32 << 10  # pages of one launch
+_FIRST_SLICE, _SLICE = 4 << 10, 16 << 10  # pages of one launch: the device begins soon, and then has long enough
 
 Clock = Callable[[], float]
 
@@ -118,12 +119,12 @@ class PeerTransport:
             return False
         try:
             with self._probing:
-                unit = unit_of(own.bytes_per_page)
-                scratch = np.zeros((1, 2), np.int64)
-                self._reader.read(own.memory, memory, scratch, own.bytes_per_page // unit, unit)
-                unit = unit_of(mapping.info.known_at, own.landing_at)
-                spans = np.array([[mapping.info.known_at // unit, own.landing_at // unit]], np.int64)
-                self._reader.read(own.memory, memory, spans, KNOWN_BYTES // unit, unit)
+                scratch, unit = np.zeros(1, np.int64), unit_of(own.bytes_per_page)
+                length = own.bytes_per_page // unit
+                self._reader.read(own.memory, memory, (scratch, scratch), length, length, unit)
+                known = tuple(np.array([at // KNOWN_BYTES]) for at in (mapping.info.known_at, own.landing_at))
+                length = KNOWN_BYTES // UNITS[0]
+                self._reader.read(own.memory, memory, (known[0], known[1]), length, length, UNITS[0])
                 found = self._reader.fetch(own.memory, own.landing_at, KNOWN_BYTES)
         finally:
             mapping.let_go()
@@ -293,9 +294,12 @@ class _Read:
 
     def _copy_all(self) -> Iterator[bool]:
         """Each slice is prepared while the device copies those before, and judged while it copies those behind."""
-        starts = range(0, len(self._units), _SLICE)
-        slices = [self._units[low : low + _SLICE] for low in starts]
-        for units, ticket in [(units, self._launch(units)) for units in slices]:
+        starts = [0, *range(_FIRST_SLICE, len(self._units), _SLICE)]
+        slices = [self._units[low:end] for low, end in pairwise([*starts, len(self._units)]) if low < end]
+        launched = [(units, self._launch(units)) for units in slices]
+        self.waits = bool(launched)
+        yield False  # looked at by the next poll
+        for units, ticket in launched:
             yield from self._until(ticket, units)
             self._judge()
 
@@ -313,18 +317,15 @@ class _Read:
         self._same.append(unchanged(Mapped((), self.mapping.generations), part.pages, part.generations))
 
     def _launch(self, units: UnitList) -> Ticket:
-        length = self._own.bytes_per_page // self._unit
         at, to = units.src.pages, units.dst
         self._begun = True
         inside = (at > 0) & (at < self.mapping.info.num_pages)
         if not inside.all():  # a page that the peer does not have is found stale
             at, to = at[inside], to[inside]
-        spans = np.empty((len(at), 2), np.int64)
-        np.multiply(at, length, out=spans[:, 0])
-        np.multiply(to, length, out=spans[:, 1])
         self.since = self._clock()
         self._nbytes += len(at) * self._own.bytes_per_page
-        return self._reader.read(self._own.memory, self._memory, spans, length, self._unit)
+        length = self._own.bytes_per_page // self._unit
+        return self._reader.read(self._own.memory, self._memory, (at, to), length, length, self._unit)
 
     def _spoil(self, ordinal: int, page: int) -> None:
         """As base.spoil, of a page on the device."""
