@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 READY_S = 150.0  # on a busy machine a process may take a minute to import torch
 USED_STATES = ("held", "pinned", "quarantined")
 DEFAULTS: dict[str, Any] = {
+    "device": "cpu",  # also on a host with a GPU
     "dtype": "float32",
     "faults": True,
     "operators_port": 0,
