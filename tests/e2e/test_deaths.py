@@ -100,7 +100,13 @@ def boot_of(cluster: LocalCluster, worker: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("transport", "where"), [pytest.param("shm", "gen", marks=pytest.mark.soak), ("nixl", "gen"), ("nixl", "ctx")]
+    ("transport", "where"),
+    [
+        pytest.param("shm", "gen", marks=pytest.mark.soak),
+        ("nixl", "gen"),
+        ("nixl", "ctx"),
+        pytest.param("peer", "gen", marks=pytest.mark.gpu),
+    ],
 )
 def test_a14_pages_whose_lease_ended_give_a_recomputation_and_never_tokens(shared, model, transport, where):
     with leases(shared, model, transport) as cluster:
