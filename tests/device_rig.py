@@ -40,7 +40,7 @@ class DeviceReference:
 
 
 def device_reference(
-    model: str | Path,
+    model: str | Path | ModelSource,
     device: str,
     *,
     dtype: str = "float32",
@@ -55,7 +55,7 @@ def device_reference(
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     exact_products()
-    source = open_source(str(model))
+    source = model if isinstance(model, ModelSource) else open_source(str(model))
     assert isinstance(source.config, ModelConfig)
     where = torch.device(device)
     decoder = DeviceDecoder(load_weights(source, dtype=TORCH_DTYPES[dtype], quantized=False, device=where), 2048)

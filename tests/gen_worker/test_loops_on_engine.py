@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from checkpoints import write_tiny_checkpoint
+from device_rig import DEVICES, DeviceReference, device_reference
 from loop_fakes import SPACE, FakeNode, prompt_of
 from oracle import TOP, Comparison, Reference, compare_greedy, reference
 
@@ -34,8 +35,8 @@ class Pair:
     """A ctx and a gen over the same weights, and REF."""
 
     ref: Reference
-    ctx: Reference
-    gen: Reference
+    ctx: Reference | DeviceReference
+    gen: Reference | DeviceReference
     ctx_node: FakeNode
     gen_node: FakeNode
     ctx_loop: CtxLoop
@@ -101,12 +102,21 @@ def models(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-def make_pair(ref: Reference, *, gen_pages: int = 64, chunk: int = 20) -> Pair:
-    ctx = reference(ref.source, weights=ref.weights, tokens_per_page=PAGE)
-    gen = reference(ref.source, weights=ref.weights, tokens_per_page=PAGE, num_pages=gen_pages + 1)
+def make_pair(ref: Reference, *, gen_pages: int = 64, chunk: int = 20, device: str | None = None) -> Pair:
+    """`device`: both on device engines there, gen launching passes ahead; None: on the CPU's."""
+    if device is None:
+        ctx = reference(ref.source, weights=ref.weights, tokens_per_page=PAGE)
+        gen = reference(ref.source, weights=ref.weights, tokens_per_page=PAGE, num_pages=gen_pages + 1)
+    else:
+        shapes = {"tokens_per_page": PAGE, "max_num_tokens": chunk, "max_batch_size": 8, "warm": True}
+        ctx = device_reference(ref.source, device, **shapes)
+        gen = device_reference(ref.source, device, num_pages=gen_pages + 1, **shapes)
     ctx_node, gen_node = FakeNode(ctx.kv, pin=True), FakeNode(gen.kv)
     eos = ref.source.eos_ids
-    scheduler = DecodeScheduler(gen.layout, max_batch_size=8, max_num_tokens=chunk, max_gen_init_admissions_per_pass=2)
+    ahead = None if device is None else gen.engine
+    scheduler = DecodeScheduler(
+        gen.kv.layout, max_batch_size=8, max_num_tokens=chunk, max_gen_init_admissions_per_pass=2
+    )
     return Pair(
         ref,
         ctx,
@@ -114,7 +124,16 @@ def make_pair(ref: Reference, *, gen_pages: int = 64, chunk: int = 20) -> Pair:
         ctx_node,
         gen_node,
         CtxLoop(ctx.engine, ctx.kv, ctx_node, PrefillScheduler(chunk), eos_ids=eos, grammars=ref.grammars),
-        GenLoop(gen.engine, gen.kv, gen_node, scheduler, PrefillScheduler(chunk), eos_ids=eos, grammars=ref.grammars),
+        GenLoop(
+            gen.engine,
+            gen.kv,
+            gen_node,
+            scheduler,
+            PrefillScheduler(chunk),
+            eos_ids=eos,
+            grammars=ref.grammars,
+            run_ahead=ahead,
+        ),
         {},
     )
 
@@ -153,6 +172,26 @@ def test_giving_way_and_computing_again_does_not_change_a_token(family, models):
         comparison.add(expected.samples[0].logprobs, pair.output(key))
     comparison.check()
     assert pair.gen_node.loop_stats.preemptions > 0
+    pair.assert_quiet()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gen_pages", [64, 9])
+def test_both_loops_on_device_engines_give_the_same_tokens(device, gen_pages, models):
+    """Hand-offs and local prompts, passes launched ahead; with few pages some give way and are computed again."""
+    ref = models("llama")
+    pair = make_pair(ref, gen_pages=gen_pages, device=device)
+    made = prompts(5, 6, 7, 8, 19)
+    params = replace(GREEDY, logprobs=None)
+    legs = ("prefill", "prefill", "local", "prefill", "local")
+    asked = zip(made, legs, strict=True)
+    keys = [pair.submit(f"r{i}", prompt, params, leg=leg) for i, (prompt, leg) in enumerate(asked)]
+    pair.drain()
+    comparison = Comparison()
+    for key, expected in zip(keys, ref.generate(made, GREEDY), strict=True):
+        comparison.add(expected.samples[0].logprobs, pair.output(key))
+    comparison.check()
+    assert (pair.gen_node.loop_stats.preemptions > 0) == (gen_pages == 9)
     pair.assert_quiet()
 
 
