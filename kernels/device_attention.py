@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import torch
 
+from tailrace.kernels.device_plan import DecodeTasks
+
 HEAD_DIMS = (16, 32, 64, 128, 256)  # powers of two that the kernels take
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,6 +36,7 @@ def decode_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    tasks: DecodeTasks | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v of one query a row over the row's first `lengths` tokens.
 
@@ -45,6 +48,8 @@ def decode_attention(
         window: positions seen, own included; None is all.
         sinks: [heads] float32: a logit a head that takes its share of the softmax and has no value.
         out: [rows, heads, dim] contiguous, of q's dtype; made here if None.
+        tasks: DevicePlan.decode_tasks(rows) of the plan that the lengths are of, so that long rows are cut into more
+            pieces than short ones; None cuts all alike. Decides who computes what, not what comes out.
 
     Returns:
         out.
@@ -52,12 +57,12 @@ def decode_attention(
     Raises:
         ValueError: a shape, dtype or stride that does not fit; names what is and what was expected.
     """
-    check_decode(q, kv, layer, page_table, lengths, window, sinks, out)
+    check_decode(q, kv, layer, page_table, lengths, window, sinks, out, tasks)
     if q.is_cuda:
         from tailrace.kernels import device_attention_triton as kernels  # noqa: PLC0415 (an optional package)
 
         return kernels.decode_attention(
-            q, kv, layer, page_table, lengths, scale=scale, window=window, sinks=sinks, out=out
+            q, kv, layer, page_table, lengths, scale=scale, window=window, sinks=sinks, out=out, tasks=tasks
         )
     return plain_decode_attention(q, kv, layer, page_table, lengths, scale=scale, window=window, sinks=sinks, out=out)
 
@@ -120,6 +125,7 @@ def plain_decode_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    tasks: DecodeTasks | None = None,
 ) -> torch.Tensor:
     """The twin: row by row, in float32, rounded once. It waits for the device."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -249,12 +255,19 @@ def check_decode(
     window: int | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
+    tasks: DecodeTasks | None = None,
 ) -> None:
     """ValueError unless these are arguments of decode_attention."""
     check_pool(q, kv, layer)
     _check_table("page_table", page_table, len(q))
     _check_numbers("lengths", lengths, len(q))
     _check_rest(q, window, sinks, out)
+    if tasks is not None and (tasks.firsts.shape != (len(q), 2) or tasks.tasks.shape[1:] != (4,)):
+        raise ValueError(
+            f"tasks are {tuple(tasks.tasks.shape)} of {len(tasks.firsts)} rows, expected (n, 4) of {len(q)}"
+        )
+    if tasks is not None and not tasks.tasks.dtype == tasks.firsts.dtype == torch.int32:
+        raise ValueError(f"tasks are {tasks.tasks.dtype} and {tasks.firsts.dtype}, expected torch.int32")
 
 
 def check_prefill(

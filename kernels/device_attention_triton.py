@@ -3,12 +3,12 @@
 Decode: the keys of a row are cut into pieces; a program takes one piece of one key head and all query heads that share
 it (grouped-query attention reads each key once), and leaves an unfinished sum, its largest logit and its weight; a
 second kernel joins the pieces. How many programs are launched follows from shapes alone, never from lengths, so that a
-captured launch serves any lengths; into how many of these a row is cut, the programs work out from the lengths, since
-one long row among short ones would else be one program's work. Prefill: a program takes a block of a chunk's queries of
-one head and walks over its keys, those that all its queries see without a mask first, then the rest; late blocks, which
-see most, start first. Keys and values are read where they stand in their pages, and nothing past a row's length is.
-bfloat16 and float16 products run on tensor cores and are summed in float32; float32 products are exact float32.
-Importable only where triton is.
+captured launch serves any lengths; which piece of which row each takes stands in the plan's tasks, since one long row
+among short ones would else be the work of few. Without tasks all rows are cut alike. Prefill: a program takes a block
+of a chunk's queries of one head and walks over its keys, those that all its queries see without a mask first, then the
+rest; late blocks, which see most, start first. Keys and values are read where they stand in their pages, and nothing
+past a row's length is. bfloat16 and float16 products run on tensor cores and are summed in float32; float32 products
+are exact float32. Importable only where triton is.
 """
 
 # ruff: noqa: ANN001, ANN202 (Triton itself types what a kernel takes)
@@ -23,14 +23,14 @@ import triton
 import triton.language as tl
 
 from tailrace.kernels.device_attention import check_decode, check_prefill
+from tailrace.kernels.device_plan import MOST_PIECES, DecodeTasks
 from tailrace.kernels.overlap_triton import begin, overlapped
 
 _LOG2_E = 1.4426950408889634
 _LEAST_ROWS = 16  # of a product on tensor cores
 _MOST_QUERIES = 64  # query heads of one key head that one decode program takes
-_DECODE_PROGRAMS = 264  # that keep an H200 busy: a row's keys are cut into pieces until there are so many
-_LAUNCHED_PROGRAMS = 1024  # of a launch; rows longer than others are cut into more pieces, so there is room for more
-_MOST_SPLITS = 32
+_DECODE_PROGRAMS = 264  # that keep an H200 busy: keys are cut into pieces until there are so many
+_JOINED, _JOINED_ALONE = 4, 16  # heads that a program joins; fewer rows than that: one
 _LEAST_PIECE = 64  # keys; the pieces of a pool's longest row are not shorter
 
 
@@ -44,33 +44,36 @@ class Tile:
     queries: int = 0
 
 
-def decode_tile(dim: int, dtype: torch.dtype, splits: int) -> Tile:
-    """By what was fastest on an H200."""
+def decode_tile(dim: int, dtype: torch.dtype, programs: int) -> Tile:
+    """By what was fastest on an H200. Few programs wait less for memory with more asked for ahead."""
     if dtype is torch.float32:
         return Tile(keys=32, warps=4, stages=2)
     if dim > 128:
         return Tile(keys=64, warps=4, stages=2)
-    return Tile(keys=64, warps=4, stages=3 if splits <= 2 else 5)  # few programs wait for memory with more in flight
+    return Tile(keys=64, warps=4, stages=5 if programs < 2 * _DECODE_PROGRAMS else 3)
 
 
-def prefill_tile(dim: int, dtype: torch.dtype) -> Tile:
+def prefill_tile(dim: int, dtype: torch.dtype, max_new: int, heads: int) -> Tile:
     """By what was fastest on an H200."""
     if dtype is torch.float32:
         return Tile(queries=32, keys=32, warps=4, stages=1)
     if dim <= 64:
-        return Tile(queries=128, keys=64, warps=4, stages=3)
-    if dim <= 128:
-        return Tile(queries=256, keys=64, warps=8, stages=3)
-    return Tile(queries=128, keys=64, warps=8, stages=2)
+        return Tile(queries=128, keys=128, warps=4, stages=3)
+    if dim > 128:
+        return Tile(queries=128, keys=64, warps=8, stages=2)
+    if max_new <= 64:
+        return Tile(queries=64, keys=64, warps=4, stages=3)
+    if triton.cdiv(max_new, 256) * heads < _DECODE_PROGRAMS // 2:  # fewer than there are multiprocessors
+        return Tile(queries=128, keys=128, warps=8, stages=3)
+    return Tile(queries=256, keys=64, warps=8, stages=3)
 
 
 def decode_splits(programs: int, longest: int) -> int:
-    """The most pieces of a row, a power of two, from shapes alone.
+    """Pieces of each row where no tasks are given, from shapes alone.
 
     programs: of a launch with one piece a row.  longest: tokens that the page table has room for.
     """
-    wanted = min(triton.cdiv(_LAUNCHED_PROGRAMS, programs), _MOST_SPLITS, max(1, longest // _LEAST_PIECE))
-    return 1 << (wanted.bit_length() - 1)
+    return max(1, min(_DECODE_PROGRAMS // programs, MOST_PIECES, longest // _LEAST_PIECE))
 
 
 @triton.jit
@@ -89,44 +92,17 @@ def _token_places(table, at, there, page_rise, PAGE: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
-def _pieces(
-    lengths,
-    row,
-    rows,
-    window,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHARE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
-    """(keys of a row, pieces it is cut into): of SHARE pieces its share by keys, rounded, 1 to SPLITS."""
-    length = tl.load(lengths + row)
-    if SPLITS == 1:
-        pieces = 1
-    else:
-        number = tl.arange(0, ROWS)
-        seen = tl.load(lengths + number, mask=number < rows, other=0)
-        own = length
-        if WINDOWED:
-            seen, own = tl.minimum(seen, window), tl.minimum(length, window)
-        whole = tl.maximum(tl.sum(seen.to(tl.int64), 0), 1)
-        share = (own.to(tl.int64) * (2 * SHARE) + whole) // (2 * whole)  # in integers: two kernels must agree
-        pieces = tl.minimum(tl.maximum(share, 1), SPLITS).to(tl.int32)
-    return length, pieces
-
-
-@triton.jit
 def _decode(
     q,  # pointer to [rows, HEADS, DIM], rows q_rise numbers apart
     keys,  # pointer to the layer's keys in page 0, [.., KV_HEADS, PAGE, DIM], pages page_rise numbers apart
     values,  # likewise
     table,  # pointer to int32 [rows, pages], rows table_rise numbers apart
     lengths,  # pointer to int32 [rows]
+    tasks,  # pointer to int32 [tasks, 4]: row or -1, piece, pieces of the row, its length; anything if SPLITS
     sinks,  # pointer to float32 [HEADS]; anything if not SINKS
     out,  # pointer to [rows, HEADS, DIM], for rows of one piece
-    sums,  # pointer to float32 [rows, HEADS, SPLITS, DIM], for rows of several
-    tops,  # pointer to float32 [rows, HEADS, SPLITS, 2]: largest logit (base 2), sum of the powers below it
-    rows,
+    sums,  # pointer to float32 [tasks, HEADS, DIM], for rows of several
+    tops,  # pointer to float32 [tasks, HEADS, 2]: largest logit (base 2), sum of the powers below it
     q_rise,
     table_rise,
     page_rise,
@@ -138,24 +114,26 @@ def _decode(
     PAGE: tl.constexpr,
     QUERIES: tl.constexpr,  # heads a program
     KEYS: tl.constexpr,  # tokens a step
-    ROWS: tl.constexpr,  # rows rounded up to a power of two
-    SPLITS: tl.constexpr,
-    SHARE: tl.constexpr,
+    SPLITS: tl.constexpr,  # pieces of each row, whose tasks then are row * SPLITS + piece; 0: as `tasks` says
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """grid (rows * KV_HEADS * ceil(HEADS / KV_HEADS / QUERIES), SPLITS). Piece i has the steps i, i + pieces, .."""
+    """grid (KV_HEADS * ceil(HEADS / KV_HEADS / QUERIES), tasks). Piece i has the steps i, i + pieces, .."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCKS: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
-    row = (tl.program_id(0) // (KV_HEADS * BLOCKS)).to(tl.int64)
-    kv_head = tl.program_id(0) // BLOCKS % KV_HEADS
+    kv_head = tl.program_id(0) // BLOCKS
     member = tl.program_id(0) % BLOCKS * QUERIES + tl.arange(0, QUERIES)
-    split = tl.program_id(1)
+    task = tl.program_id(1).to(tl.int64)
     begin(OVERLAPPED)
-    length, pieces = _pieces(lengths, row, rows, window, ROWS, SPLITS, SHARE, WINDOWED)
-    if split < pieces:
+    if SPLITS:
+        row, piece, pieces = task // SPLITS, tl.program_id(1) % SPLITS, SPLITS
+        length = tl.load(lengths + row)
+    else:
+        row, piece = tl.load(tasks + 4 * task).to(tl.int64), tl.load(tasks + 4 * task + 1)
+        pieces, length = tl.load(tasks + 4 * task + 2), tl.load(tasks + 4 * task + 3)
+    if row >= 0:
         column = tl.arange(0, DIM)
         head = kv_head * GROUP + member
         own = member < GROUP
@@ -167,7 +145,7 @@ def _decode(
         top = tl.full((QUERIES,), float("-inf"), tl.float32)
         weight = tl.zeros((QUERIES,), tl.float32)
         total = tl.zeros((QUERIES, DIM), tl.float32)
-        for start in range(first + split * KEYS, length, pieces * KEYS):
+        for start in range(first + piece * KEYS, length, pieces * KEYS):
             at = start + tl.arange(0, KEYS)
             there = at < length
             place = _token_places(table, at, there, page_rise, PAGE, DIM)[:, None] + column[None, :]
@@ -191,49 +169,54 @@ def _decode(
             place = (row * HEADS + head)[:, None] * DIM + column[None, :]
             tl.store(out + place, total.to(out.dtype.element_ty), mask=own[:, None])
         else:
-            piece = (row * HEADS + head) * SPLITS + split
-            tl.store(tops + 2 * piece, top, mask=own)
-            tl.store(tops + 2 * piece + 1, weight, mask=own)
-            tl.store(sums + piece[:, None] * DIM + column[None, :], total, mask=own[:, None])
+            part = task * HEADS + head
+            tl.store(tops + 2 * part, top, mask=own)
+            tl.store(tops + 2 * part + 1, weight, mask=own)
+            tl.store(sums + part[:, None] * DIM + column[None, :], total, mask=own[:, None])
 
 
 @triton.jit
 def _join(
+    firsts,  # pointer to int32 [rows, 2]: first task of a row, its pieces; anything if SPLITS
     lengths,  # as of _decode
     sums,
     tops,
     sinks,
     out,
-    rows,
-    window,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # heads a program
+    PIECES: tl.constexpr,  # the most of a row, rounded up to a power of two
     SPLITS: tl.constexpr,
-    SHARE: tl.constexpr,
-    WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """grid (rows * HEADS,)."""
-    own = tl.program_id(0).to(tl.int64)
+    """grid (HEADS / BLOCK, rows)."""
+    row = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, DIM)
-    split = tl.arange(0, SPLITS)
+    piece = tl.arange(0, PIECES)
     begin(OVERLAPPED)
-    _, pieces = _pieces(lengths, own // HEADS, rows, window, ROWS, SPLITS, SHARE, WINDOWED)
+    if SPLITS:
+        first, pieces = row * SPLITS, SPLITS
+    else:
+        first, pieces = tl.load(firsts + 2 * row).to(tl.int64), tl.load(firsts + 2 * row + 1)
     if pieces > 1:
-        there = split < pieces
-        piece = own * SPLITS + split
-        top = tl.load(tops + 2 * piece, mask=there, other=float("-inf"))
-        weight = tl.load(tops + 2 * piece + 1, mask=there, other=0.0)
-        total = tl.load(sums + piece[:, None] * DIM + column[None, :], mask=there[:, None], other=0.0)
-        sink = tl.load(sinks + own % HEADS) * 1.4426950408889634 if SINKS else float("-inf")
-        base = tl.maximum(tl.max(top, 0), sink)
-        base = tl.where(base == float("-inf"), 0.0, base)
-        power = tl.exp2(top - base)
-        whole = tl.sum(weight * power, 0) + tl.exp2(sink - base)
-        result = tl.sum(total * power[:, None], 0) / tl.where(whole != 0, whole, 1.0)
-        tl.store(out + own * DIM + column, result.to(out.dtype.element_ty))
+        there = piece < pieces
+        length = tl.load(lengths + row)
+        for i in tl.static_range(BLOCK):
+            head = tl.program_id(0) * BLOCK + i
+            place = (first + piece) * HEADS + head
+            top = tl.load(tops + 2 * place, mask=there, other=float("-inf"))
+            weight = tl.load(tops + 2 * place + 1, mask=there, other=0.0)
+            total = tl.load(sums + place[:, None] * DIM + column[None, :], mask=there[:, None], other=0.0)
+            sink = tl.load(sinks + head) * 1.4426950408889634 if SINKS else float("-inf")
+            base = tl.maximum(tl.max(top, 0), sink)
+            base = tl.where(base == float("-inf"), 0.0, base)
+            power = tl.exp2(top - base)
+            whole = tl.sum(weight * power, 0) + tl.exp2(sink - base)
+            result = tl.sum(total * power[:, None], 0) / tl.where(whole != 0, whole, 1.0)
+            result = tl.where(length > 0, result, 0.0)
+            tl.store(out + (row * HEADS + head) * DIM + column, result.to(out.dtype.element_ty))
 
 
 def decode_attention(
@@ -247,11 +230,12 @@ def decode_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    tasks: DecodeTasks | None = None,
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """As device_attention.decode_attention; splits (a power of two) and tile only to be measured."""
-    check_decode(q, kv, layer, page_table, lengths, window, sinks, out)
+    """As device_attention.decode_attention; splits (pieces of each row) and tile only to be measured."""
+    check_decode(q, kv, layer, page_table, lengths, window, sinks, out, tasks)
     rows, heads, dim = q.shape
     kv_heads, page = kv.shape[3], kv.shape[4]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -260,25 +244,29 @@ def decode_attention(
     group = heads // kv_heads
     queries = min(_MOST_QUERIES, max(_LEAST_ROWS, triton.next_power_of_2(group)))
     each = kv_heads * triton.cdiv(group, queries)
-    splits = splits or decode_splits(rows * each, page_table.shape[1] * page)
-    tile = tile or decode_tile(dim, q.dtype, splits)
+    if tasks is None:
+        splits = splits or decode_splits(rows * each, page_table.shape[1] * page)
+        count, listed, firsts, most = rows * splits, lengths, lengths, triton.next_power_of_2(splits)
+    else:
+        splits, count, listed, firsts, most = 0, len(tasks.tasks), tasks.tasks, tasks.firsts, MOST_PIECES
+    tile = tile or decode_tile(dim, q.dtype, count * each)
     sums, tops = out, out
-    if splits > 1:
-        sums = torch.empty(rows * heads * splits * dim, dtype=torch.float32, device=q.device)
-        tops = torch.empty(2 * rows * heads * splits, dtype=torch.float32, device=q.device)
+    if splits != 1:
+        sums = torch.empty(count * heads * dim, dtype=torch.float32, device=q.device)
+        tops = torch.empty(2 * count * heads, dtype=torch.float32, device=q.device)
     part, learned = kv[0, layer], lengths if sinks is None else sinks
-    constants = {
-        "HEADS": heads, "DIM": dim, "ROWS": triton.next_power_of_2(rows), "SPLITS": splits,
-        "SHARE": max(1, _DECODE_PROGRAMS // each), "WINDOWED": window is not None, "SINKS": sinks is not None,
-    } | overlapped(q.device)  # fmt: skip
-    _decode[(rows * each, splits)](
-        q, part[0], part[1], page_table, lengths, learned, out, sums, tops, rows,
+    constants = {"HEADS": heads, "DIM": dim, "SPLITS": splits, "SINKS": sinks is not None} | overlapped(q.device)
+    _decode[(each, count)](
+        q, part[0], part[1], page_table, lengths, listed, learned, out, sums, tops,
         q.stride(0), page_table.stride(0), kv.stride(0), scale * _LOG2_E, window or 0,
-        KV_HEADS=kv_heads, PAGE=page, QUERIES=queries, KEYS=tile.keys, EXACT=q.dtype is torch.float32,
-        num_warps=tile.warps, num_stages=tile.stages, **constants,
+        KV_HEADS=kv_heads, PAGE=page, QUERIES=queries, KEYS=tile.keys, WINDOWED=window is not None,
+        EXACT=q.dtype is torch.float32, num_warps=tile.warps, num_stages=tile.stages, **constants,
     )  # fmt: skip
-    if splits > 1:
-        _join[(rows * heads,)](lengths, sums, tops, learned, out, rows, window or 0, num_warps=4, **constants)
+    if splits != 1:
+        block = 1 if rows < _JOINED_ALONE or heads % _JOINED else _JOINED
+        _join[(heads // block, rows)](
+            firsts, lengths, sums, tops, learned, out, BLOCK=block, PIECES=most, num_warps=4, **constants
+        )
     return out
 
 
@@ -441,7 +429,7 @@ def prefill_attention(
         raise ValueError(f"scale is {scale}, expected above 0")
     heads, dim = q.shape[1:]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    tile = tile or prefill_tile(dim, q.dtype)
+    tile = tile or prefill_tile(dim, q.dtype, max_new, heads)
     blocks = triton.cdiv(max_new, tile.queries)
     if not blocks or not len(context):
         return out

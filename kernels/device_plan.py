@@ -28,6 +28,7 @@ import torch
 from tailrace.kernels.paged_attention import RowSpan
 
 WAIT_S = 30.0
+MOST_PIECES = 32  # of one decode row's keys
 _SLOTS = 3  # page-locked copies: one that is filled, two whose steps may still be waiting for the device
 _ALIGN = 256  # bytes
 
@@ -98,6 +99,20 @@ class StagedBuffers:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeTasks:
+    """How the keys of the decode rows are divided among programs.
+
+    Attributes:
+        tasks: [n, 4] int32: row (-1: none), piece, pieces of the row (1 to MOST_PIECES), keys of the row. A row's
+            pieces stand one behind the other.
+        firsts: [rows, 2] int32: first task of each row, its pieces.
+    """
+
+    tasks: torch.Tensor
+    firsts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PlanShape:
     """What of the buffers one step uses.
 
@@ -120,6 +135,8 @@ class DevicePlan:
     Args:
         rows, chunks, tokens: the most that a step has, padding included.
         pages: the most pages of a row.
+        pieces: that the decode rows' keys are cut into in all, about; enough to keep a device busy, over the programs
+            that share a piece: 264 / kv_heads on an H200.
 
     Attributes:
         page_table: [rows, pages] int32, of the decode rows.
@@ -134,10 +151,18 @@ class DevicePlan:
     """
 
     def __init__(
-        self, device: torch.device, *, rows: int, chunks: int, tokens: int, pages: int, tokens_per_page: int
+        self,
+        device: torch.device,
+        *,
+        rows: int,
+        chunks: int,
+        tokens: int,
+        pages: int,
+        tokens_per_page: int,
+        pieces: int = 33,
     ) -> None:
         self._limits = {"decode_rows": rows, "chunks": chunks, "tokens": tokens, "pages": pages}
-        self._tokens_per_page = tokens_per_page
+        self._tokens_per_page, self._pieces = tokens_per_page, pieces
         self._buffers = StagedBuffers(
             device,
             {
@@ -147,6 +172,8 @@ class DevicePlan:
                 "chunk_starts": ((chunks + 1,), torch.int32),
                 "context": ((chunks,), torch.int32),
                 "lengths": ((rows,), torch.int32),
+                "firsts": ((rows, 2), torch.int32),
+                "tasks": ((rows + pieces, 4), torch.int32),
                 "page_table": ((rows, pages), torch.int32),
                 "chunk_pages": ((chunks, pages), torch.int32),
             },
@@ -154,7 +181,12 @@ class DevicePlan:
         held = self._buffers.tensors
         self.ids, self.positions, self.slots = held["ids"], held["positions"], held["slots"]
         self.page_table, self.lengths = held["page_table"], held["lengths"]
+        self._tasks, self._firsts = held["tasks"], held["firsts"]
         self.chunk_starts, self.context, self.chunk_pages = held["chunk_starts"], held["context"], held["chunk_pages"]
+
+    def decode_tasks(self, decode_rows: int) -> DecodeTasks:
+        """The division of a step filled for so many decode rows."""
+        return DecodeTasks(self._tasks[: decode_rows + self._pieces], self._firsts[:decode_rows])
 
     def fill(
         self,
@@ -203,6 +235,7 @@ class DevicePlan:
             places[:num_decode], into["lengths"][:num_decode] = starts, starts + 1
             slots[:num_decode] = own * size + starts % size
         into["lengths"][num_decode:decode_rows] = 0
+        self._divide(into["lengths"][:decode_rows], into["tasks"], into["firsts"])
         into["chunk_starts"][: len(others) + 1] = np.concatenate(([0], new.cumsum()))
         into["chunk_starts"][len(others) + 1 : chunks + 1] = new.sum()
         into["context"][len(others) : chunks] = 0
@@ -222,6 +255,18 @@ class DevicePlan:
             ranges.append(("ids", "ids", tokens))
         self._buffers.send(*ranges, ("chunk_pages", "chunk_pages", chunks))
         return PlanShape(decode_rows, chunks, tokens, int(new.max()) if len(new) else 0)
+
+    def _divide(self, lengths: np.ndarray, tasks: np.ndarray, firsts: np.ndarray) -> None:
+        """Cut each row into its share of the pieces, rounded, at least one: no more in all than pieces and rows."""
+        whole = max(1, int(lengths.sum(dtype=np.int64)))
+        pieces = (lengths * np.int64(2 * self._pieces) + whole) // (2 * whole)
+        pieces = pieces.clip(1, MOST_PIECES)
+        ends = pieces.cumsum()
+        rows, count = np.repeat(np.arange(len(lengths)), pieces), int(ends[-1]) if len(ends) else 0
+        firsts[: len(lengths), 0], firsts[: len(lengths), 1] = ends - pieces, pieces
+        tasks[:count, 0], tasks[:count, 1] = rows, np.arange(count) - (ends - pieces)[rows]
+        tasks[:count, 2], tasks[:count, 3] = pieces[rows], lengths[rows]
+        tasks[count : len(lengths) + self._pieces, 0] = -1
 
     def _check(self, **wanted: tuple[int, int]) -> None:
         """Of each: what there is, and what it is padded to."""

@@ -34,6 +34,7 @@ from tailrace.kernels import (
     sparse_attention_triton,
 )
 from tailrace.kernels.device_memory import Memory
+from tailrace.kernels.device_plan import DevicePlan
 from tailrace.kernels.device_sampling import ADVANCED, TEMPERATURE_ONLY, SamplingRows
 from tailrace.kernels.row_formats import PackedRows, RowFormat, fp4_groups, fp8_tiles, plain
 from tailrace.kernels.sparse_attention import PickedRows, RowRange
@@ -115,6 +116,8 @@ def device_launches() -> Iterator[str]:
         for rows in (1, 4):
             device_attention_triton.decode_attention(q[:rows], kv, 0, table[:rows], numbers[:rows], **options)
         device_attention_triton.decode_attention(q, kv, 0, table, numbers, splits=1, **options)
+        tasks = DevicePlan(torch.device("cpu"), rows=4, chunks=1, tokens=4, pages=2000, tokens_per_page=page)
+        device_attention_triton.decode_attention(q, kv, 0, table, numbers, tasks=tasks.decode_tasks(4), **options)
         device_attention_triton.prefill_attention(q, kv, 0, starts, numbers, table, 300, **options)
         turns, qkv = torch.zeros(4, 1, dim), torch.zeros(4, 48, dim, dtype=dtype)
         norms = (weight[:dim], weight[:dim]) if dim == 128 else ()

@@ -27,7 +27,7 @@ from tailrace.kernels import (
     device_step_triton,
 )
 from tailrace.kernels.device_attention_triton import Tile
-from tailrace.kernels.device_plan import DevicePlan
+from tailrace.kernels.device_plan import DecodeTasks, DevicePlan
 from tailrace.kernels.device_sampling import RowSampling, SamplingRows
 from tailrace.kernels.paged_attention import RowSpan
 
@@ -95,6 +95,21 @@ def float_pool(kv: torch.Tensor) -> torch.Tensor:
     return kv.float() if kv.numel() < 2**28 else kv
 
 
+def tasks_of(lengths: tuple[int, ...], device: str) -> DecodeTasks:
+    """Those of a plan with rows of such lengths, padding last; given in the order of `lengths`."""
+    count = len(lengths)
+    plan = DevicePlan(torch.device("cpu"), rows=count, chunks=1, tokens=count, pages=1, tokens_per_page=4096, pieces=9)
+    order = sorted(range(count), key=lambda i: not lengths[i])
+    plan.fill([RowSpan(lengths[i] - 1, 1, np.ones(1, np.int32)) for i in order if lengths[i]], decode_rows=count)
+    found = plan.decode_tasks(count)
+    assert found.tasks[:, 2].max() > 2, "a long row is cut"
+    rows = found.tasks[:, 0]
+    rows[rows >= 0] = torch.tensor(order, dtype=torch.int32)[rows[rows >= 0]]
+    firsts = torch.empty_like(found.firsts)
+    firsts[order] = found.firsts
+    return DecodeTasks(found.tasks.to(device), firsts.to(device))
+
+
 def compare_decode(device: str) -> Iterator[str]:
     """Rows of many lengths, one of them padding; every number of splits."""
     real = device == "cuda"
@@ -105,20 +120,21 @@ def compare_decode(device: str) -> Iterator[str]:
         twin = device_attention.plain_decode_attention(
             q.float(), float_pool(rows.kv), 1, rows.table, rows.lengths, **rows.options
         )
-        for splits in (None, 1, 8) if real else (1, 4):
+        for splits in (None, 1, 8, "tasks") if real else (1, 4, "tasks"):
             tile = None if real else Tile(keys=16, warps=4, stages=2)
+            how: dict = {"tasks": tasks_of(lengths, device)} if splits == "tasks" else {"splits": splits}
             found = device_attention_triton.decode_attention(
-                q, rows.kv, 1, rows.table, rows.lengths, splits=splits, tile=tile, **rows.options
+                q, rows.kv, 1, rows.table, rows.lengths, tile=tile, **how, **rows.options
             )
             assert apart(found, twin) < NEAR[case[0]], f"{case} {splits}: {apart(found, twin):.1e}"
             assert not found[1].any(), "padding"
             yield f"{case} {splits}"
-            if splits == 4 or splits == 8:  # a NaN that a row sees is its own, and comes out
+            if splits == "tasks":  # a NaN that a row sees is its own, and comes out
                 last = int(rows.lengths[0]) - 1
                 held = rows.kv[rows.table[0, last // case[1]], 1, :, :, last % case[1]]
                 held[0] = torch.nan
                 broken = device_attention_triton.decode_attention(
-                    q, rows.kv, 1, rows.table, rows.lengths, splits=splits, tile=tile, **rows.options
+                    q, rows.kv, 1, rows.table, rows.lengths, tile=tile, **how, **rows.options
                 )
                 assert broken[0].isnan().all() and torch.equal(broken[1:], found[1:]), "NaN"
 
@@ -266,6 +282,7 @@ def compare_refusals(device: str) -> Iterator[str]:
     rotary, norm = device_step_triton.rotary_write, device_step_triton.add_rms_norm
     sample = device_sampling_triton.sample_rows
     params = SamplingRows(torch.device(device), 2)
+    plan = DevicePlan(torch.device(device), rows=4, chunks=1, tokens=4, pages=5, tokens_per_page=8)
     wrong: dict[str, Callable[[], object]] = {
         r"a pool is contiguous .* not \(3, 2, 2, 2, 16, 8\)": lambda: decode(kv=kv.transpose(4, 5)),
         "layer 2 of a pool of 2 layers": lambda: decode(layer=2),
@@ -279,6 +296,7 @@ def compare_refusals(device: str) -> Iterator[str]:
         r"page_table is \(3, 5\) torch.int32, expected \(4, pages\)": lambda: decode(page_table=table[:3]),
         r"page_table is \(4, 5\) torch.int64, expected": lambda: decode(page_table=table.long()),
         r"lengths are \(3,\) torch.int32 \(1,\), expected contiguous \(4,\)": lambda: decode(lengths=lengths[:3]),
+        r"tasks are \(36, 4\) of 3 rows, expected \(n, 4\) of 4": lambda: decode(tasks=plan.decode_tasks(3)),
         "a window of 0 positions": lambda: decode(window=0),
         r"sinks are \(5,\) torch.float32, expected \(6,\)": lambda: decode(sinks=flat[0, :5]),
         r"out is \(4, 3, 16\) .* expected contiguous \(4, 6, 16\)": lambda: decode(out=q[:, :3]),
@@ -361,7 +379,7 @@ def compare_graphs(device: str) -> Iterator[str]:
     def step() -> tuple[torch.Tensor, ...]:
         q = device_step.rotary_write(qkv, *turns, plan.slots, kv, 0)
         decoded = device_attention.decode_attention(
-            q[:rows], kv, 0, plan.page_table, plan.lengths, scale=0.1, window=100
+            q[:rows], kv, 0, plan.page_table, plan.lengths, scale=0.1, window=100, tasks=plan.decode_tasks(rows)
         )
         chunks = device_attention.prefill_attention(
             q[rows:], kv, 0, plan.chunk_starts, plan.context, plan.chunk_pages, 64, scale=0.1

@@ -71,6 +71,17 @@ def test_a_plan_filled_again_forgets_the_longer_step_before():
     assert plan.chunk_starts.tolist() == [0] * 5 and plan.positions[1:].sum() == 0 and plan.slots[1:].sum() == 0
 
 
+def test_tasks_cover_each_row_once_and_a_long_row_has_the_most():
+    plan = plan_of(pieces=10, pages=600)
+    plan.fill(spans_of((4000, 1), (300, 1), (0, 1)), decode_rows=5)
+    found = plan.decode_tasks(5)
+    assert found.firsts.tolist() == [[0, 9], [9, 1], [10, 1], [11, 1], [12, 1]]
+    rows = [(0, 4001)] * 9 + [(1, 301), (2, 1), (3, 0), (4, 0)]
+    pieces = [*((i, 9) for i in range(9)), *[(0, 1)] * 4]
+    assert found.tasks[:13].tolist() == [[r, p, n, k] for (r, k), (p, n) in zip(rows, pieces, strict=True)]
+    assert len(found.tasks) == 15 and found.tasks[13:, 0].tolist() == [-1, -1]
+
+
 def test_rows_of_one_token_may_be_chunks():
     plan = plan_of()
     shape = plan.fill(spans_of((37, 1), (0, 3)), decode_rows=0)
