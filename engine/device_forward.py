@@ -21,7 +21,7 @@ import torch
 
 from tailrace.engine.device_graphs import GREEDY, VARIANTS, Capture, CaptureSizes, GraphBook, Run
 from tailrace.engine.step import Row
-from tailrace.kernels.device_plan import DevicePlan, PlanShape, StagedBuffers
+from tailrace.kernels.device_plan import DevicePlan, PlanShape, StagedBuffers, pieces_of
 from tailrace.kernels.device_sampling import RowSampling, SamplingRows, sample_rows
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.kv_cache.layout import SCRATCH_PAGE
@@ -122,8 +122,9 @@ class DeviceForward:
         rows = max((max_batch_size, *sizes.rows))
         tokens = max((max_num_tokens, *sizes.tokens)) + rows  # rows may be padded beside chunks
         self.plan = DevicePlan(
-            device, rows=rows, chunks=MAX_CHUNKS, tokens=tokens, pages=max_pages, tokens_per_page=self._page_tokens
-        )
+            device, rows=rows, chunks=MAX_CHUNKS, tokens=tokens, pages=max_pages, tokens_per_page=self._page_tokens,
+            pieces=pieces_of(config.num_kv_heads),
+        )  # fmt: skip
         self.max_picks = rows
         if capture is None:
             capture = capture_cuda(device) if device.type == "cuda" else capture_nothing

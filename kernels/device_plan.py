@@ -33,6 +33,11 @@ _SLOTS = 3  # page-locked copies: one that is filled, two whose steps may still 
 _ALIGN = 256  # bytes
 
 
+def pieces_of(kv_heads: int) -> int:
+    """Pieces that keep an H200 busy with the decode rows of a model: two programs for each of its 132 processors."""
+    return max(1, 264 // kv_heads)
+
+
 class StagedBuffers:
     """Arrays kept on a device, and page-locked slots through which they are filled.
 
@@ -135,8 +140,7 @@ class DevicePlan:
     Args:
         rows, chunks, tokens: the most that a step has, padding included.
         pages: the most pages of a row.
-        pieces: that the decode rows' keys are cut into in all, about; enough to keep a device busy, over the programs
-            that share a piece: 264 / kv_heads on an H200.
+        pieces: that the decode rows' keys are cut into in all, about; see pieces_of.
 
     Attributes:
         page_table: [rows, pages] int32, of the decode rows.

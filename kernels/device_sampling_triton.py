@@ -144,10 +144,14 @@ def _sums(
         if FILTERED:
             level = tl.arange(0, _LEVELS)
             number, weight = tl.zeros((_LEVELS,), tl.int32), tl.zeros((_LEVELS,), tl.float64)
+            highest = (_score(tl.load(peaks + own)) - top) * factor
             for i in range(_LEVELS):
-                above = scores >= tl.max(tl.where(level == i, _level(level), float("-inf")), 0)
-                number = tl.where(level == i, tl.sum(above.to(tl.int32), 0), number)
-                weight = tl.where(level == i, tl.sum(tl.where(above, powers, 0.0).to(tl.float64), 0), weight)
+                bound = _level(tl.zeros((), tl.int32) + i)
+                if highest >= bound:
+                    above = scores >= bound
+                    number = tl.where(level == i, tl.sum(above.to(tl.int32), 0), number)
+                    whole = tl.sum(tl.where(above, powers, 0.0), 0)
+                    weight = tl.where(level == i, whole.to(tl.float64), weight)
             tl.store(numbers + own * _LEVELS + level, number)
             tl.store(weights + own * _LEVELS + level, weight)
 

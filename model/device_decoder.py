@@ -119,7 +119,7 @@ class DeviceDecoder:
         if rows:
             decode_attention(
                 q[:rows], kv, index, plan.page_table[:rows], plan.lengths[:rows],
-                scale=scale, window=window, out=out[:rows],
+                scale=scale, window=window, out=out[:rows], tasks=plan.decode_tasks(rows),
             )  # fmt: skip
         if chunks:
             prefill_attention(
