@@ -193,24 +193,24 @@ class RowRig:
 
     def ask(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None, *, samples: int = 1,
-        leg: str = "prefill", no_cache: bool = False,
+        leg: str = "prefill", no_cache: bool = False, output: Sequence[int] = (),
     ) -> list[Answer]:  # fmt: skip
-        """All at once; the answers in the order of the prompts."""
+        """All at once; the answers in the order of the prompts. `output`: what a former attempt has sent."""
         params = params or greedy(10)
         answers: dict[tuple[str, int], Answer] = {}
         binds: dict[tuple[str, int], Bind] = {}
         for prompt in prompts:
             key = (secrets.token_hex(16), 0)
-            answers[key] = Answer([[] for _ in range(samples)])
-            hashes = self.hasher.hash_blocks("scope", prompt)
+            answers[key] = Answer([list(output) for _ in range(samples)])
+            hashes = self.hasher.hash_blocks("scope", [*prompt, *output])
             left = self.replay.encoder if self.replay and leg == "prefill" else 0
             frame = Submit(
-                *key, leg, pack_ids(prompt), b"", params, samples, hashes, SPACE, 0, 60.0, None, no_cache,
+                *key, leg, pack_ids(prompt), pack_ids(output), params, samples, hashes, SPACE, 0, 60.0, None, no_cache,
                 left_to_gen=left,
             )  # fmt: skip
             self.ingress.send("c0" if leg == "prefill" else "g0", frame)
             if leg == "prefill":
-                about = (len(prompt), params.max_tokens, samples, hashes, SPACE, left)
+                about = (len(prompt) + len(output), params.max_tokens, samples, hashes, SPACE, left)
                 binds[key] = Bind(0, *key, self.ctx_address, *about)
         end = time.monotonic() + LIMIT_S
         while any(not a.failed and len(a.finished) < samples for a in answers.values()):

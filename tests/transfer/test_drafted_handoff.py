@@ -33,7 +33,7 @@ def ref(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", ["shm", "nixl"])
+@pytest.mark.parametrize("kind", ["shm", pytest.param("nixl", marks=pytest.mark.soak)])
 def test_answers_are_those_of_plain_decoding_in_fewer_steps(ref: Reference, kind: str):
     if kind == "nixl":
         pytest.importorskip("nixl")

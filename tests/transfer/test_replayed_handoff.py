@@ -7,6 +7,7 @@ transport and the batch. Freed pages are poisoned, and what the upper layers lac
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from tiny_families import write_tiny_family
 
 from tailrace.model.replay_policy import ReplayPolicy, exact_replay
 from tailrace.model.sampling_params import SamplingParams
+from tailrace.transfer.messages import Cancel, Fail
 
 PAGE = 16
 BOUNDED = ReplayPolicy(20, 20)
@@ -166,6 +168,39 @@ def test_one_token_or_a_first_token_that_ends_it_is_drawn_by_gen_too(make):
     rig.quiet()
 
 
+@pytest.mark.parametrize(("length", "sent"), [(70, 20), (10, 90)], ids=["in the prompt", "in the output"])
+def test_a_later_attempt_goes_on_where_the_first_was_lost(make, length: int, sent: int):
+    """What is handed over ends in the prompt, or in what was sent already; gen goes on with the next token."""
+    exact = exact_replay(make.ref.source.config).decoder
+    rig = make(replay=ReplayPolicy(exact, exact), chunk=40)
+    prompt = prompt_of(length, 8 * length)
+    (whole,) = rig.ref.generate([prompt], greedy(sent + 6))
+    ids = whole.samples[0].ids
+    (answer,) = rig.ask([prompt], greedy(sent + 6), output=ids[:sent])
+    assert answer.samples[0] == ids and answer.moved.pages == rig.ref.layout.moved_pages(length + sent - exact)
+    rig.quiet()
+
+
+def test_a_cancel_in_the_middle_of_a_replay_gives_all_pages_back(make):
+    rig = make(replay=ReplayPolicy(60, 60), chunk=4)
+    step = rig.gen.engine.step
+
+    def cancelled(plan: Any) -> Any:
+        rig.gen.engine.step = step
+        key = plan.rows[0].key.key
+        for name in ("c0", "g0"):
+            rig.ingress.send(name, Cancel(*key, "client"))
+        rig.ingress.frames.put(("here", Fail(*key, "cancelled", "by the test", False)))
+        time.sleep(0.2)
+        return step(plan)
+
+    rig.gen.engine.step = cancelled
+    (answer,) = rig.ask([prompt_of(130, 4)], greedy(4))
+    assert answer.failed and answer.samples == [[]]
+    rig.quiet()
+    assert 0 < rig.gen.node.loop_stats.replayed_positions < 60
+
+
 def test_penalties_know_the_whole_prompt(make):
     exact = exact_replay(make.ref.source.config).decoder
     rig = make(replay=ReplayPolicy(exact, exact), tail=256)
@@ -189,6 +224,7 @@ def test_a15_who_gives_way_is_computed_again_from_the_start(make):
     rig.quiet()
 
 
+@pytest.mark.soak
 def test_many_at_once_in_one_batch(make):
     rig = make(chunk=48, ctx_pages=160, gen_pages=200)
     prompts = [prompt_of(5 + 9 * i, 700 + i) for i in range(7)]
