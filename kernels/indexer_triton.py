@@ -79,13 +79,15 @@ def index_scores(q: torch.Tensor, keys: torch.Tensor | PackedRows, weights: torc
     if weights.dtype is not torch.float32 or not weights.is_contiguous():
         raise ValueError(f"weights are contiguous float32, not {weights.dtype} {weights.stride()}")
     memory, offsets, constants = row_arguments(keys)
+    # A tensor core takes bfloat16: keys of more digits, which packed rows have once they are scaled, keep them.
+    tensor_cores = on_tensor_cores(q.dtype) and not isinstance(keys, PackedRows) and keys.dtype is torch.bfloat16
     out = torch.empty(t, n, device=q.device)
     if t and n:
         _index_scores[(triton.cdiv(n, _KEYS), triton.cdiv(t, _QUERIES))](
             float_words(q), memory, offsets, weights, out, t, n,
             HEADS=heads, HEAD_COLUMNS=max(16, triton.next_power_of_2(heads)),
             DIM=dim, COLUMNS=max(16, triton.next_power_of_2(dim)), BF16=q.dtype is torch.bfloat16,
-            TENSOR_CORES=on_tensor_cores(q.dtype), KEYS=_KEYS, QUERIES=_QUERIES,
+            TENSOR_CORES=tensor_cores, KEYS=_KEYS, QUERIES=_QUERIES,
             num_warps=_WARPS, **constants,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
     return out
