@@ -136,10 +136,15 @@ class Ctx:
 
 
 class Reading:
-    """A gen's pool of TOTAL bytes and its transport, paired with a ctx whose pool is twice as large."""
+    """A gen's pool of TOTAL bytes and its transport, paired with a ctx whose pool is twice as large.
 
-    def __init__(self, ctx: Ctx, page_bytes: int, programs: int, codec: str = "", wire_bytes: int = 0) -> None:
-        self.page_bytes = page_bytes
+    `parts`: jobs of which a read is made; the pages of each come into a part of the pool of its own.
+    """
+
+    def __init__(
+        self, ctx: Ctx, page_bytes: int, programs: int, codec: str = "", wire_bytes: int = 0, parts: int = 1
+    ) -> None:
+        self.page_bytes, self.parts = page_bytes, parts
         on_wire = wire_bytes or page_bytes
         self.n = TOTAL // page_bytes
         self.provider = CudaIpc()
@@ -152,10 +157,13 @@ class Reading:
             raise RuntimeError("the probe's page did not come over intact")
         rng = random.Random(page_bytes)
         self.at = np.array(rng.sample(range(1, 2 * self.n + 1), self.n), np.int64)
-        self.to = np.array(rng.sample(range(1, self.n + 1), self.n), np.int64)
+        step = self.n // parts
+        blocks = [rng.sample(range(low, low + step), step) for low in range(1, self.n + 1, step)]
+        self.to = np.concatenate(blocks).astype(np.int64)
         zeros = np.zeros(self.n, np.int64)
         src = PageList(zeros, np.arange(self.n), self.at, zeros.astype(np.uint64))
-        self._units = UnitList(src, self.to)
+        units = UnitList(src, self.to)
+        self._units = [units[low : low + step] for low in range(0, self.n, step)]
         self._jobs = iter(range(1, 1 << 30))
 
     @property
@@ -165,21 +173,23 @@ class Reading:
         return memory
 
     def start(self) -> None:
-        self.transport.read(ReadJob(next(self._jobs), ("bench", 1), "ctx", self._units))
+        for part, units in enumerate(self._units):
+            self.transport.read(ReadJob(next(self._jobs), ("bench", part), "ctx", units))
 
-    def ended(self) -> int:
-        """How many reads have ended since the last call; all their pages must count."""
+    def ended(self) -> list[int]:
+        """Parts of reads that have ended since the last call; all their pages must count."""
         events = self.transport.poll()
-        assert all(isinstance(e, ReadDone) and len(e.units_ok) == self.n for e in events)
-        return len(events)
+        assert all(isinstance(e, ReadDone) and len(e.units_ok) == self.n // self.parts for e in events)
+        return [event.key[1] for event in events]
 
     def seconds(self) -> float:
         """Of one read of all pages, from the call to its answer."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         self.start()
-        while not self.ended():
-            pass
+        left = self.parts
+        while left:
+            left -= len(self.ended())
         return time.perf_counter() - started
 
     def raw_seconds(self) -> float:
@@ -245,21 +255,27 @@ def read_rows(ctx: Ctx, pairs: int, suffix: str) -> list[Row]:
 
 
 def coded_rows(ctx: Ctx, pairs: int, suffix: str) -> list[Row]:
-    """ctx has packed its pages; wire rows are read into a landing pool and unpacked into pages, one after another."""
+    """ctx has packed its pages; their wire rows are read into a landing pool in four parts, and each is unpacked into
+    pages while the next one comes."""
     from tailrace.kernels import page_codecs, page_codecs_triton
 
     rows = []
     wire_bytes = scaled_bytes(_SMALL_PAGE)
     for codec, name in CODED.items():
         decode, twin = (getattr(where, f"decode_{codec}") for where in (page_codecs_triton, page_codecs))
-        reading = Reading(ctx, SIZES["64k"], DEFAULT_PROGRAMS, codec, wire_bytes)
+        reading = Reading(ctx, SIZES["64k"], DEFAULT_PROGRAMS, codec, wire_bytes, parts=4)
         pages = torch.empty(reading.n, *_SMALL_PAGE, dtype=torch.bfloat16, device="cuda")
         order = torch.randperm(reading.n, device="cuda")
 
         def seconds(reading: Reading = reading, decode: Callable = decode, order: torch.Tensor = order) -> float:
-            started = time.perf_counter()
-            reading.seconds()
-            decode(reading.own.pages[1:], pages, order)  # noqa: B023
+            torch.cuda.synchronize()
+            started, left, step = time.perf_counter(), reading.parts, reading.n // reading.parts
+            reading.start()
+            while left:
+                for part in reading.ended():
+                    low = part * step
+                    decode(reading.own.pages[1 + low : 1 + low + step], pages, order[low : low + step])  # noqa: B023
+                    left -= 1
             torch.cuda.synchronize()
             return time.perf_counter() - started
 
@@ -331,7 +347,7 @@ def both(reading: Reading | None, work: Callable[[], object]) -> tuple[float, fl
             while reads < 2:
                 reading.start()
                 reads += 1
-            over = reading.ended()
+            over = len(reading.ended())
             reads, ended = reads - over, ended + over
         while len(marks) < 3:
             work()
@@ -343,7 +359,7 @@ def both(reading: Reading | None, work: Callable[[], object]) -> tuple[float, fl
             runs += 1
     seconds = time.perf_counter() - started
     while reading is not None and reads:
-        reads -= reading.ended()
+        reads -= len(reading.ended())
     torch.cuda.synchronize()
     return ended * TOTAL / 1e9 / seconds, runs / seconds
 

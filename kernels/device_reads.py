@@ -21,7 +21,7 @@ from tailrace.kernels.device_memory import DeviceError, Memory
 from tailrace.kernels.page_read import DEFAULT_PROGRAMS, check_spans, read_spans
 
 FETCH_LIMIT_S = 10.0
-SLOT_SPANS = 32 << 10
+SLOT_SPANS = 64 << 10
 _SLOTS = 8
 _FETCH_POLL_S = 0.0001
 

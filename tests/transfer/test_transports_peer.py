@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import random
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +13,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from device_peers import SharedDevice, SharedReader, new_pool
-from transport_peers import KEY, ChildCtx, assert_moved, assert_quiet, layout, units_for, wait_for, worker_name
+from transport_peers import (
+    KEY,
+    ChildCtx,
+    assert_moved,
+    assert_quiet,
+    layout,
+    random_pages,
+    units_for,
+    wait_for,
+    worker_name,
+)
 
 from tailrace.kernels.device_memory import OUT_OF_MEMORY, CudaIpc, DeviceError, Memory
 from tailrace.kv_cache import device_pool
@@ -138,6 +149,27 @@ def test_closing_waits_for_reads_under_way_no_longer_than_it_says(make_gen, monk
     reader.gate.set()
     gen.transport.close()
     assert len(provider.closed) == 1
+
+
+def test_a_read_of_many_pages_goes_in_slices_and_each_page_is_judged(make_gen, monkeypatch):
+    """As a large hand-off does, in small: a first, three middle and a last launch."""
+    for name, value in (("_FIRST", 4), ("_MOST", 16), ("_LAST", 8)):
+        monkeypatch.setattr(f"tailrace.transfer.transports.peer.{name}", value)
+    gen = make_gen("peer", 4096, 64)
+    ctx = gen.new_ctx("c1", 64, child=False)
+    src = random_pages(random.Random(1), 60, 64)
+    units = units_for(src, ctx.write(src, owner=1), random_pages(random.Random(2), 60, 64))
+    gen.transport._reader.gate.clear()
+    move = gen.start(KEY, ctx, units)
+    assert gen.transport._reader.launched == 5
+    used_anew = {0, 3, 4, 19, 20, 50, 52, 59}  # at the borders of slices
+    ctx.write([src[i] for i in used_anew], owner=2)
+    gen.transport._reader.gate.set()
+    gen.finish(move)
+    assert {d.ordinal for d in move.stale} == used_anew
+    assert [d.ordinal for d in move.ok] == [i for i in range(60) if i not in used_anew]
+    assert_moved(gen, [unit for unit in units if unit[0].ordinal not in used_anew], owner=1)
+    assert_quiet(gen)
 
 
 # ------------------------------------------------------------------------------------------------------------- refused

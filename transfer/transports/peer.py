@@ -48,7 +48,8 @@ READ_LIMIT_S = 60.0  # of a gigabyte that takes 3 ms alone, on a device that oth
 CLOSE_LIMIT_S = 10.0
 SOON_S = 0.0002  # a read of a few pages ends within that
 _SOON_FOR_S = 0.005  # a longer one may as well be looked for each millisecond
-_FIRST_SLICE, _SLICE = 4 << 10, 16 << 10  # pages of one launch: the device begins soon, and then has long enough
+# Pages of one launch: few at first, so that the device begins soon, and few at last, which are judged when it is done.
+_FIRST, _MOST, _LAST = 4 << 10, 64 << 10, 8 << 10
 
 Clock = Callable[[], float]
 
@@ -279,6 +280,7 @@ class _Read:
             yield from self._copy_all()
         if self._hook is None:
             return
+        yield False  # a hook is asked by polls only
         for i, (descriptor, page) in enumerate(self._units):
             try:
                 while self._error is None and not self._hook(self.job.key, descriptor):
@@ -294,8 +296,7 @@ class _Read:
 
     def _copy_all(self) -> Iterator[bool]:
         """Each slice is prepared while the device copies those before, and judged while it copies those behind."""
-        starts = [0, *range(_FIRST_SLICE, len(self._units), _SLICE)]
-        slices = [self._units[low:end] for low, end in pairwise([*starts, len(self._units)]) if low < end]
+        slices = [self._units[low:end] for low, end in pairwise(_bounds(len(self._units))) if low < end]
         launched = [(units, self._launch(units)) for units in slices]
         self.waits = bool(launched)
         yield False  # looked at by the next poll
@@ -338,3 +339,10 @@ class _Read:
         flip("unpacked", ordinal, data)
         if data.tobytes() != before:
             self._reader.store(self._own.memory, start, data)
+
+
+def _bounds(n: int) -> list[int]:
+    """Where the slices of n pages begin, and the end of the last."""
+    if n <= _FIRST + _LAST:
+        return [0, n]
+    return [0, *range(_FIRST, n - _LAST, _MOST), n - _LAST, n]
