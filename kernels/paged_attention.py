@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from tailrace.kernels.cpu_products import has_bf16_products
+
 _QUERY_BLOCK = 128  # queries of a chunk that are scored at once; bounds the scores and skips what causality hides
 _QUERY_STEP = 32  # a chunk's last block is padded to a multiple of this
 _KEY_STEP = 64  # keys are padded to a multiple of this
@@ -201,6 +203,8 @@ def _prefill(q: torch.Tensor, kv: torch.Tensor, pool: PagedPool, layer: int, chu
         past = _padded(kv.permute(1, 2, 0, 3), chunk.num_keys)
     else:
         past = pool.page_rows.index_select(0, chunk.gather[layer]).view(2, kv_heads, -1, dim)
+    if q.dtype is torch.bfloat16 and not has_bf16_products():
+        q, past = q.float(), past.float()
     k, v = past.unbind(0)
     if len(chunk.blocks) == 1 and chunk.num_keys <= _FUSED_KEYS:
         _prefill_fused(q, k, v, chunk.blocks[0], out)
@@ -228,7 +232,7 @@ def _prefill_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Bl
     tokens, heads, dim = q.shape
     kv_heads, keys = len(k), slice(block.k_first, block.k_last)
     grouped = q.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3)
-    mask = functional.pad(block.mask[:tokens], (block.k_last - block.k_first - block.mask.shape[1], 0))
+    mask = functional.pad(block.mask[:tokens], (block.k_last - block.k_first - block.mask.shape[1], 0)).to(q.dtype)
     k, v = (x[:, None, keys].expand(-1, grouped.shape[1], -1, -1) for x in (k, v))
     attended = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
     out.copy_(attended.permute(2, 0, 1, 3).reshape(tokens, heads, dim))

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from tailrace.kernels.cpu_products import has_bf16_products, widened_linear
 from tailrace.kernels.steady import steady_linear
 from tailrace.model.quantized import GROUP, Int4Groups
 
@@ -109,9 +110,23 @@ class PrepackedLinear(_Product):
         return 2 * self.in_features * self.out_features
 
 
+class WidenedLinear(DenseLinear):
+    """A bf16 weight on a CPU that has no bf16 products: for more than a few rows they are those of float32."""
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return widened_linear(x, self.weight, self.bias)
+
+
 def prepacking_works() -> bool:
     """True if this torch and CPU multiply bf16 through oneDNN's prepacked layout."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return has_bf16_products()
+
+
+def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseLinear | PrepackedLinear:
+    """The dense product that suits this CPU.  weight: [out_features, in_features], float32 or bfloat16."""
+    if weight.dtype is not torch.bfloat16:
+        return DenseLinear(weight, bias)
+    return PrepackedLinear(weight, bias) if has_bf16_products() else WidenedLinear(weight, bias)
 
 
 class Int4Linear:

@@ -21,7 +21,7 @@ from tailrace.model.linear import (
     DenseLinear,
     Int4Linear,
     Linear,
-    PrepackedLinear,
+    cpu_linear,
     int4_works,
     prepacking_works,
 )
@@ -174,7 +174,6 @@ class _Loader:
             "up_proj": _scaled(shard.part(model.intermediate_size)),
         }
         self._inputs = {"o_proj": self._kept["q_proj"], "down_proj": self._kept["gate_proj"]}
-        self.prepack = dtype is torch.bfloat16 and device is None and prepacking_works()
         self._device = device
         self._progress = progress
         self._done, self._total = 0, source.tensors.num_bytes
@@ -242,7 +241,7 @@ class _Loader:
     def _build(self, weight: torch.Tensor, entries: list[TensorEntry], biases: list[torch.Tensor]) -> Linear:
         """`entries`: whose weights these are, one after another, for the packed form."""
         bias = torch.cat(biases) if biases else None
-        many = PrepackedLinear(weight, bias) if self.prepack else DenseLinear(self._placed(weight), bias)
+        many = cpu_linear(weight, bias) if self._device is None else DenseLinear(self._placed(weight), bias)
         few = self._few(entries, biases)
         linear = ByRowsLinear(few, many) if few else many
         self._held += linear.num_bytes
@@ -266,7 +265,7 @@ class _Loader:
         if all(_packable(entry) for entry in run):
             return Int4Linear(_joined([blocks.int4_groups(entry) for entry in run]), bias)
         weight = torch.cat([blocks.dense(entry, self.dtype) for entry in run])
-        return PrepackedLinear(weight, bias) if self.prepack else DenseLinear(weight, bias)
+        return cpu_linear(weight, bias)
 
     def _ends(self) -> tuple[Embedding, Linear | None]:
         """Embedding and, at the rank that samples, the output projection, sharing memory where they can."""
@@ -278,8 +277,9 @@ class _Loader:
         else:
             table = self._placed(blocks.dense(entry, self.dtype))
             embed = DenseEmbedding(table)
-            if head is entry and not self.prepack:
-                lm_head = DenseLinear(table)
+            is_prepacked = self.dtype is torch.bfloat16 and self._device is None and prepacking_works()
+            if head is entry and not is_prepacked:
+                lm_head = cpu_linear(table) if self._device is None else DenseLinear(table)
         if self.shard.rank:
             lm_head = None
         elif lm_head is None:
