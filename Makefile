@@ -34,7 +34,7 @@ $(BIN)/python:
 $(STAMP): pyproject.toml | $(BIN)/python
 ifeq ($(GPU),)
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(TORCH)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,ucx,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,ucx,cpu,test]'
 else
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[nixl,ucx,gpu,test]'
 endif

@@ -80,15 +80,18 @@ class Forward:
     def _run(self, rows: Sequence[Row], between: Between | None, num_layers: int | None) -> tuple[torch.Tensor, int]:
         """[padded rows, hidden_size] and the number of rows that count. `between` as in Decoder.forward."""
         spans = _spans(rows)
-        attention = plan_attention(self.pool, spans, self.decoder.windows)
-        num_tokens = attention.num_tokens
-        ids = np.zeros(padded_rows(num_tokens), np.int64)
-        positions = np.zeros(len(ids), np.int64)
+        num_tokens = sum(span.num_new for span in spans)
+        few = num_tokens <= self.decoder.max_few
+        ids = np.zeros(num_tokens if few else padded_rows(num_tokens), np.int64)
         np.concatenate([row.ids for row in rows], out=ids[:num_tokens])
+        if few:
+            return self._run_few(torch.from_numpy(ids), spans, num_layers), num_tokens
+        attention = plan_attention(self.pool, spans, self.decoder.windows)
+        positions = np.zeros(len(ids), np.int64)
         np.concatenate([np.arange(s.start, s.start + s.num_new) for s in spans], out=positions[:num_tokens])
         small = num_tokens <= ONE_THREAD_ROWS
-        few = self._small.threads if small else 1 if self._threads <= _FEW_THREADS else self._threads
-        torch.set_num_threads(few)
+        threads = self._small.threads if small else 1 if self._threads <= _FEW_THREADS else self._threads
+        torch.set_num_threads(threads)
         began = time.perf_counter()
         hidden = self.decoder.forward(
             torch.from_numpy(ids), torch.from_numpy(positions), self.pool, attention, num_layers, between
@@ -97,6 +100,15 @@ class Forward:
             self._small.took(num_tokens, time.perf_counter() - began)
         torch.set_num_threads(self._threads)
         return hidden, num_tokens
+
+    def _run_few(self, ids: torch.Tensor, spans: Sequence[RowSpan], num_layers: int | None) -> torch.Tensor:
+        """A step that the decoder runs in one native call. One row is one thread's work."""
+        threads = self._small.threads if len(spans) > 1 else 1
+        began = time.perf_counter()
+        hidden = self.decoder.forward_few(ids, spans, self.pool, num_layers, threads)
+        if len(spans) > 1 and num_layers is None:
+            self._small.took(len(ids), time.perf_counter() - began)
+        return hidden
 
 
 def _spans(rows: Sequence[Row]) -> list[RowSpan]:

@@ -7,15 +7,16 @@ several it computes its own heads and MLP columns, and all ranks run each step t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tailrace.kernels.activation import silu_mul
 from tailrace.kernels.norm import RmsNorm
-from tailrace.kernels.paged_attention import AttentionPlan, PagedPool, paged_attention, write_kv
+from tailrace.kernels.paged_attention import AttentionPlan, PagedPool, RowSpan, paged_attention, write_kv
 from tailrace.kernels.rotary import apply_rotary, rotary_rows
 from tailrace.model.errors import WorkerError
+from tailrace.model.few_rows import FewRows
 from tailrace.model.rope import frequencies
 from tailrace.model.weights import Embedding, LayerWeights, Weights
 
@@ -56,6 +57,9 @@ class Decoder:
         self._norm = RmsNorm(weights.norm, eps)
         self._layers = tuple(
             _Layer(layer, eps, window) for layer, window in zip(weights.layers, self.config.windows, strict=True)
+        )
+        self._few = (
+            None if weights.few_rows is None else FewRows(self.config, weights.few_rows, torch.get_num_threads())
         )
         self._frequencies = frequencies(self.config.rope, self.config.head_dim)
 
@@ -102,6 +106,32 @@ class Decoder:
         return self._norm(hidden)
 
     @property
+    def max_few(self) -> int:
+        """Tokens of a step up to which `forward_few` runs it; 0 if it cannot."""
+        return 0 if self._few is None else self._few.max_rows
+
+    def forward_few(
+        self,
+        ids: torch.Tensor,
+        rows: Sequence[RowSpan],
+        pool: PagedPool,
+        num_layers: int | None = None,
+        threads: int = 1,
+    ) -> torch.Tensor:
+        """As `forward` for at most `max_few` tokens in all, on the quantized weights and without a plan.
+
+        Args:
+            ids: [tokens] int64, those of all rows, each of another sequence.
+            threads: with 2 the rows are dealt out, if torch had as many threads when this decoder was made.
+
+        Returns:
+            [tokens, hidden_size] float32.
+        """
+        if self._few is None:
+            raise WorkerError("this decoder has no weights for few rows")
+        return self._few.forward(self._embed(ids).float(), rows, pool, num_layers, threads)
+
+    @property
     def is_whole(self) -> bool:
         """Whether this is the whole model, not one rank's share."""
         return self._all_reduce is None
@@ -114,6 +144,9 @@ class Decoder:
         """hidden: [rows, hidden_size] from `forward` -> [rows, vocab_size] float32. Only at the rank that samples."""
         if self._lm_head is None:
             raise WorkerError("this rank has no output projection: only rank 0 samples")
+        if self._few is not None and self._few.has_head and len(hidden) <= self._few.max_rows:
+            return self._few.logits(hidden)  # nearer to the weights than what is settled below
+        hidden = hidden.to(self.dtype)
         logits = self._lm_head(hidden).float()
         if self._head_rows is not None:
             _settle_near_ties(logits, hidden, self._head_rows)

@@ -16,6 +16,8 @@ import torch
 from tailrace.model import quantized as blocks
 from tailrace.model.config import ModelConfig
 from tailrace.model.errors import ConfigError
+from tailrace.model.few_rows import FewRowsWeights
+from tailrace.model.few_rows import pack as pack_few_rows
 from tailrace.model.linear import (
     ByRowsLinear,
     DenseLinear,
@@ -103,6 +105,7 @@ class Weights:
         config: of this rank: its own heads and MLP width.
         lm_head: is there also when it is tied to `embed`; None at ranks that do not sample.
         num_bytes: held in memory, of all weights.
+        few_rows: the quantized weights once more, as steps of few tokens read them; None where that is not possible.
     """
 
     config: ModelConfig
@@ -112,6 +115,7 @@ class Weights:
     norm: torch.Tensor
     lm_head: Linear | None
     num_bytes: int
+    few_rows: FewRowsWeights | None = None
 
 
 def load_weights(
@@ -164,7 +168,7 @@ class _Loader:
         if not isinstance(model, ModelConfig):
             raise ConfigError(f"model {source.name}: family {model.family} has a loader of its own")
         self.config, self.tensors, self.shard = shard.config(model), source.tensors, shard
-        self.dtype, self.pack = dtype, pack
+        self.dtype, self.pack, self._packs_products = dtype, pack, pack
         dim = self.config.head_dim
         self._kept = {  # of projections that are split along their outputs: the rows of this rank
             "q_proj": _scaled(shard.part(model.num_heads), dim),
@@ -180,10 +184,14 @@ class _Loader:
         self._held = 0
 
     def load(self) -> Weights:
+        few_rows = pack_few_rows(self.config, self.tensors) if self.pack else None
+        if few_rows is not None:
+            self._held += few_rows.num_bytes
+            self._packs_products = False
         embed, lm_head = self._ends()
         layers = tuple(self._layer(f"layers.{i}.") for i in range(self.config.num_layers))
         norm = self._vector("norm.weight")
-        return Weights(self.config, self.dtype, embed, layers, norm, lm_head, self._held)
+        return Weights(self.config, self.dtype, embed, layers, norm, lm_head, self._held, few_rows)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._device is None else tensor.to(self._device)
@@ -249,7 +257,7 @@ class _Loader:
 
     def _few(self, entries: list[TensorEntry], biases: list[torch.Tensor]) -> list[Linear]:
         """Packed parts for few rows; empty if no part of the weight can be packed."""
-        if not self.pack or not any(_packable(entry) for entry in entries):
+        if not self._packs_products or not any(_packable(entry) for entry in entries):
             return []
         parts: list[Linear] = []
         start = 0

@@ -21,7 +21,7 @@ RANK = {
     "kernels": 0, "model": 1, "kv_cache": 2, "transfer": 3, "engine": 3,
     "ctx_worker": 4, "gen_worker": 4, "router": 4, "cluster": 5,
 }  # fmt: skip
-HEAVY = {"torch", "triton", "transformers", "nixl", "ray"}
+HEAVY = {"torch", "triton", "numba", "transformers", "nixl", "ray"}
 # Parts of lower rooms that a torch-free process may use, and our own torch-free processes' roots.
 TORCH_FREE_ROOTS = [
     "router", "cluster/config.py", "cluster/config_rules.py", "cluster/schema.py", "cluster/sizes.py",
@@ -193,7 +193,11 @@ def wheel_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_module_imports_from_the_wheel_alone(wheel_site: Path, tmp_path: Path):
     command = [sys.executable, "-I", "-S", "-c", IMPORT_ALL, wheel_site, sysconfig.get_path("purelib")]
     result = subprocess.run(
-        [*command, "nixl,triton,ucxx,cutlass,transformers"], capture_output=True, text=True, timeout=240, cwd=tmp_path
+        [*command, "nixl,triton,ucxx,cutlass,transformers,numba,llvmlite"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) == len(sources())

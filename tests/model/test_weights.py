@@ -9,6 +9,7 @@ from checkpoints import FAMILIES, write_tiny_checkpoint
 from gguf_files import encode, torch_dequantized, write_tiny_gguf
 from transformers import AutoModelForCausalLM
 
+from tailrace.kernels import few_rows
 from tailrace.model import quantized
 from tailrace.model.errors import ConfigError
 from tailrace.model.linear import MAX_INT4_ROWS, ByRowsLinear, DenseLinear
@@ -20,6 +21,12 @@ from tailrace.model.weights import Weights, load_weights
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"]
 # Rows of every matrix are a multiple of 256, as the K types want.
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+
+
+@pytest.fixture
+def without_native_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights as where no native kernels run: PyTorch's own packed products."""
+    monkeypatch.setattr(few_rows, "native", lambda: None)
 
 
 def float32(source: ModelSource) -> Weights:
@@ -122,6 +129,7 @@ def test_codes_and_scales_say_exactly_what_the_blocks_say(kind: str):
     assert torch.allclose(groups.dequantized(), torch_dequantized(raw, quantization), rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("without_native_steps")
 @pytest.mark.parametrize("kind", quantized.INT4_KINDS)
 def test_packed_and_bf16_products_agree_with_the_exact_one(tmp_path: Path, kind: str):
     path = write_tiny_gguf(tmp_path / "m.gguf", "qwen2", kind=kind, **WIDE)
@@ -137,6 +145,7 @@ def test_packed_and_bf16_products_agree_with_the_exact_one(tmp_path: Path, kind:
             assert error < 5e-3, (name, rows, float(error))
 
 
+@pytest.mark.usefixtures("without_native_steps")
 def test_parts_of_different_types_are_packed_where_they_can_be(tmp_path: Path):
     kinds = {"blk.0.attn_v.weight": "Q6_K", "blk.1.attn_k.weight": "Q8_0", "blk.1.attn_v.weight": "F16"}
     path = write_tiny_gguf(tmp_path / "m.gguf", "qwen2", kind="Q4_K", kinds=kinds, **WIDE)
