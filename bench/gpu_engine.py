@@ -297,6 +297,7 @@ def rows(quick: bool) -> list[Row]:
     measured = [name for name in NAMES if name not in {row.name for row in held}]
     if wrong:
         return [Row(n, None, *NAMES[n], status="held", reason=wrong, identity=what) for n in measured] + held
+    ceilings.bandwidth(), ceilings.matrix_rate()  # while the card is cool: after minutes of work products are slower
     theirs = _transformers(quick)
     pages = 1 + max(BATCHES) * (CONTEXT + 512) // PAGE_TOKENS
     rig = Rig.make(LLAMA_8B, pages)

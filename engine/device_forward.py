@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tailrace.engine.device_graphs import GREEDY, VARIANTS, Capture, CaptureSizes, GraphBook, Run
+from tailrace.engine.device_graphs import GRAPH_CHUNKS, GREEDY, VARIANTS, Capture, CaptureSizes, GraphBook, Run
 from tailrace.engine.step import Row
 from tailrace.kernels.device_plan import DevicePlan, PlanShape, StagedBuffers, pieces_of
 from tailrace.kernels.device_sampling import RowSampling, SamplingRows, sample_rows
@@ -29,7 +29,6 @@ from tailrace.model.device_decoder import DeviceDecoder
 from tailrace.model.errors import ConfigError
 
 MAX_CHUNKS = 64  # of one launch; more run one launch behind the other
-GRAPH_CHUNKS = 8  # in a graph of prompt chunks; more run eagerly
 _GREEDY = RowSampling()
 _NO_IDS = np.zeros(0, np.int32)
 _FLIGHTS = 2  # steps whose results may be on their way at once
@@ -125,18 +124,18 @@ class DeviceForward:
             device, rows=rows, chunks=MAX_CHUNKS, tokens=tokens, pages=max_pages, tokens_per_page=self._page_tokens,
             pieces=pieces_of(config.num_kv_heads),
         )  # fmt: skip
-        self.max_picks = rows
+        self.max_picks = picks = rows + MAX_CHUNKS
         if capture is None:
             capture = capture_cuda(device) if device.type == "cuda" else capture_nothing
         self.book = GraphBook(capture)
-        self._staged = StagedBuffers(device, {"picks": ((2 * rows + MAX_CHUNKS,), torch.int64)})
+        self._staged = StagedBuffers(device, {"picks": ((2 * picks,), torch.int64)})
         self._picks = self._staged.tensors["picks"]
         self._fed = StagedBuffers(device, {"rows": ((rows,), torch.int64), "picks": ((rows,), torch.int64)})
-        self._sampling = SamplingRows(device, rows)
+        self._sampling = SamplingRows(device, picks)
         self.hidden = torch.zeros(tokens, config.hidden_size, dtype=decoder.dtype, device=device)
-        self.logits = torch.zeros(rows, config.vocab_size, dtype=torch.float32, device=device)
+        self.logits = torch.zeros(picks, config.vocab_size, dtype=torch.float32, device=device)
         # [0]: tokens. [1], as float32: sums of hidden states, those of rows without a draw behind the others.
-        self._out = torch.zeros(2, 2 * rows + MAX_CHUNKS, dtype=torch.int32, device=device)
+        self._out = torch.zeros(2, 2 * picks, dtype=torch.int32, device=device)
         self._sums = self._out[1].view(torch.float32)
         on_gpu = device.type == "cuda"
         self._fetched = [torch.zeros(self._out.shape, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_FLIGHTS)]
@@ -150,8 +149,9 @@ class DeviceForward:
         for rows in reversed(self.sizes.rows):  # the largest first: the others then fit into its memory
             shape = self.plan.fill([], decode_rows=rows, ids=_NO_IDS)
             self.book.add(("rows", rows), partial(self._body, shape))
+        for picks in reversed(self.sizes.heads):
             for variant in self.sizes.variants:
-                self.book.add(("head", rows, variant), partial(self._head, rows, variant))
+                self.book.add(("head", picks, variant), partial(self._head, picks, variant))
         for tokens in reversed(self.sizes.tokens):
             shape = self.plan.fill([], decode_rows=0, chunks=GRAPH_CHUNKS, tokens=tokens, ids=_NO_IDS)
             self.book.add(("tokens", tokens), partial(self._body, replace(shape, max_new=tokens)))
@@ -249,7 +249,7 @@ class DeviceForward:
         return RowSpan(row.start, len(row.ids), row.pages[:needed])
 
     def _pad_head(self, count: int, variant: str) -> int:
-        padded = self.sizes.padded_rows(count)
+        padded = self.sizes.padded_head(count)
         if padded is None or not count:
             return count
         if variant not in self.sizes.variants:

@@ -25,6 +25,7 @@ _SMALL_BATCHES = (1, 2, 4, 8)
 _BATCH_STEP, _BATCH_STEP_ENDS, _LARGE_BATCH_STEP = 16, 256, 128
 _TOKEN_POWERS = tuple(2**i for i in range(8))  # 1, 2, 4 .. 128
 _TOKEN_STEP = 256
+GRAPH_CHUNKS = 8  # in a graph of prompt chunks; more run eagerly
 _BESIDE_MOST = 1024  # a larger step takes longer on the device than its eager launch does (measured for 8B)
 
 Run = Callable[[], None]
@@ -77,6 +78,15 @@ class CaptureSizes:
         wanted = VARIANTS if variants is None else tuple(v for v in VARIANTS if v in variants)
         tokens = token_counts(max_num_tokens)
         return cls(chosen, tokens, wanted, tuple(t for t in tokens if mixes and t <= _BESIDE_MOST))
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Numbers of rows of a head, rising: beside the largest batch the chunks draw, too."""
+        return (*self.rows, self.rows[-1] + GRAPH_CHUNKS) if self.rows and self.beside else self.rows
+
+    def padded_head(self, picks: int) -> int | None:
+        """The number of rows that a head of so many is padded to; None: none is large enough."""
+        return _next(self.heads, picks)
 
     def padded_rows(self, rows: int) -> int | None:
         """The number of rows that a step of so many is padded to; None: none is large enough."""

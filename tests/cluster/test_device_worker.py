@@ -39,7 +39,7 @@ def test_a_worker_computes_on_the_gpu_what_the_cpu_computes(tmp_path):
         worker.load()
         worker.warm_up()
         assert isinstance(worker.engine, DeviceEngine)
-        assert worker.engine._run.kv.is_cuda and len(worker.engine._run.book) == 4 + 4 * 3 + 7 + 7
+        assert worker.engine._run.kv.is_cuda and len(worker.engine._run.book) == 4 + 5 * 3 + 7 + 7
         rng = random.Random(0)
         prompts = [[rng.randrange(4, 512) for _ in range(n)] for n in (5, 33, 90)]
         generator = Generator(worker.engine, worker.kv, max_num_tokens=64, max_batch_size=8)

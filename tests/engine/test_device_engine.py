@@ -178,6 +178,15 @@ def test_a_step_of_more_rows_than_a_launch_holds_is_run_in_parts(tiny, device):
 
 
 @on_each
+def test_a_full_batch_and_chunks_that_end_beside_it_are_one_launch(tiny, device):
+    ours = device_reference(tiny("llama"), device, sizes=FEW, max_batch_size=8, warm=True)
+    rows = rows_of([1] * 8 + [30, 20])
+    whole = ours.engine.step(StepPlan(rows))
+    assert (ours.forward.book.replayed, ours.forward.book.eager) == (2, 0)
+    assert [r.tokens for r in whole] == [ours.engine.step(StepPlan([row]))[0].tokens for row in rows]
+
+
+@on_each
 def test_a_row_whose_pages_hold_nan_fails_alone(tiny, device):
     ours = device_reference(tiny("llama"), device, sizes=FEW, max_batch_size=8, warm=True)
     ours.engine.step(StepPlan(rows_of([20, 20, 20, 20])))

@@ -51,6 +51,7 @@ def test_a_step_is_padded_to_the_next_size_or_to_none():
     both = CaptureSizes((1, 8), (4, 64), VARIANTS, (4, 16))
     assert [both.padded_beside(*n) for n in ((1, 1), (8, 16), (9, 4), (3, 17))] == [(8, 4), (8, 16), None, None]
     assert sizes.padded_beside(1, 1) is None
+    assert both.heads == (1, 8, 16) and both.padded_head(9) == 16 and sizes.padded_head(9) is None
 
 
 def test_the_variants_are_those_of_the_sampler():
