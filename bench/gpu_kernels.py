@@ -1,6 +1,7 @@
 """The kernels of a device step alone, in bfloat16, at the shape of an 8B Llama: 32 heads of 128, 8 key heads.
 
     gpu.decode_attention.b64_8k, .b64_8k.page64, .b64_2k, .b1_2k    GB/s of keys and values read, against bandwidth
+    gpu.decode_attention.ragged                                     the same of 64 rows of 64 to 8,192 tokens
     gpu.prefill_attention.8192, .2048_after_6144                    TFLOP/s, against matrix_rate and torch's own
     gpu.attention_error.{decode,prefill}                            relative L2 over that of torch's own, at most 1.1
     gpu.{add_rms_norm,rotary_write,silu_mul}.8192                   GB/s of a prefill's rows, against bandwidth
@@ -25,8 +26,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tailrace.kernels.device_attention import decode_attention, plain_decode_attention, prefill_attention
+from tailrace.kernels.device_plan import DevicePlan, pieces_of
 from tailrace.kernels.device_sampling import RowSampling, SamplingRows, argmax_rows, sample_rows
 from tailrace.kernels.device_step import add_rms_norm, rotary_write, silu_mul
+from tailrace.kernels.paged_attention import RowSpan
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 32, 8, 128, 4096, 14336, 128256
 SCALE = DIM**-0.5
@@ -35,11 +38,12 @@ _COPY_BYTES = 2 << 30
 _IN_GRAPH = 32  # launches in a graph
 _PIECE = 3  # runs a sample
 
-DECODE = {  # row -> rows, tokens of each, tokens of a page
-    "gpu.decode_attention.b64_8k": (64, 8192, 16),
-    "gpu.decode_attention.b64_8k.page64": (64, 8192, 64),
-    "gpu.decode_attention.b64_2k": (64, 2048, 16),
-    "gpu.decode_attention.b1_2k": (1, 2048, 16),
+DECODE = {  # row -> tokens of each row, tokens of a page
+    "gpu.decode_attention.b64_8k": ([8192] * 64, 16),
+    "gpu.decode_attention.b64_8k.page64": ([8192] * 64, 64),
+    "gpu.decode_attention.b64_2k": ([2048] * 64, 16),
+    "gpu.decode_attention.b1_2k": ([2048], 16),
+    "gpu.decode_attention.ragged": ([8192 * 8 // (8 + i) if i % 4 else 64 * (i + 1) for i in range(64)], 16),
 }
 PREFILL = {  # row -> new tokens, tokens before
     "gpu.prefill_attention.8192": (8192, 0),
@@ -123,14 +127,21 @@ def pool_of(count: int, length: int, page: int, layers: int) -> tuple[torch.Tens
     return kv, (torch.randperm(count * pages, device="cuda") + 1).view(count, pages).int()
 
 
-def decode_measures(count: int, length: int, page: int) -> Measures:
-    """One launch for each of some layers, together larger than the cache."""
-    num_bytes = count * length * KV_HEADS * DIM * 4
+def decode_measures(lengths: list[int], page: int) -> Measures:
+    """One launch for each of some layers, together larger than the cache; rows are divided as a step's are."""
+    count, num_bytes = len(lengths), sum(lengths) * KV_HEADS * DIM * 4
     layers = max(1, min(32, (1 << 30) // num_bytes))
-    kv, table = pool_of(count, length, page, layers)
+    kv, table = pool_of(count, max(lengths), page, layers)
+    sizes = {"chunks": 1, "pages": table.shape[1], "tokens_per_page": page, "pieces": pieces_of(KV_HEADS)}
+    plan = DevicePlan(torch.device("cuda"), rows=count, tokens=count, **sizes)
+    plan.fill([RowSpan(n - 1, 1, pages) for n, pages in zip(lengths, table.cpu().numpy(), strict=True)])
     q = torch.randn(count, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    lengths, out = torch.full((count,), length, dtype=torch.int32, device="cuda"), torch.empty_like(q)
-    graph = graph_of(lambda i: decode_attention(q, kv, i % layers, table, lengths, scale=SCALE, out=out))
+    out, tasks = torch.empty_like(q), plan.decode_tasks(count)
+
+    def run(i: int) -> None:
+        decode_attention(q, kv, i % layers, plan.page_table, plan.lengths, scale=SCALE, out=out, tasks=tasks)
+
+    graph = graph_of(run)
     return {
         "ours": lambda: _IN_GRAPH * num_bytes / seconds(graph.replay) / 1e9,
         "bandwidth": copy_measure(),
