@@ -1,7 +1,7 @@
 """The kernels of a device step alone, in bfloat16, at the shape of an 8B Llama: 32 heads of 128, 8 key heads.
 
     gpu.decode_attention.b64_8k, .b64_8k.page64, .b64_2k, .b1_2k    GB/s of keys and values read, against bandwidth
-    gpu.decode_attention.ragged                                     the same of 64 rows of 64 to 8,192 tokens
+    gpu.decode_attention.ragged                                     the same of 64 rows of 64 to 7,281 tokens
     gpu.prefill_attention.8192, .2048_after_6144                    TFLOP/s, against matrix_rate and torch's own
     gpu.attention_error.{decode,prefill}                            relative L2 over that of torch's own, at most 1.1
     gpu.{add_rms_norm,rotary_write,silu_mul}.8192                   GB/s of a prefill's rows, against bandwidth
@@ -38,7 +38,7 @@ _COPY_BYTES = 2 << 30
 _IN_GRAPH = 32  # launches in a graph
 _PIECE = 3  # runs a sample
 
-DECODE = {  # row -> tokens of each row, tokens of a page
+DECODE: dict[str, tuple[list[int], int]] = {  # row -> tokens of each row, tokens of a page
     "gpu.decode_attention.b64_8k": ([8192] * 64, 16),
     "gpu.decode_attention.b64_8k.page64": ([8192] * 64, 64),
     "gpu.decode_attention.b64_2k": ([2048] * 64, 16),
@@ -72,10 +72,8 @@ def rows(quick: bool) -> list[Row]:
     pairs = MIN_PAIRS if quick else 3 * MIN_PAIRS
     found = [*attention_errors()]
     reasons = {row.name.rpartition(".")[2]: row.reason for row in found}
-    for name, (count, length, page) in DECODE.items():
-        found.append(
-            measured(name, decode_measures(count, length, page), pairs, reasons["decode"], tokens_per_page=page)
-        )
+    for name, (lengths, page) in DECODE.items():
+        found.append(measured(name, decode_measures(lengths, page), pairs, reasons["decode"], page=page))
         torch.cuda.empty_cache()
     for name, (new, before) in PREFILL.items():
         found.append(measured(name, prefill_measures(new, before), pairs, reasons["prefill"]))
@@ -132,8 +130,10 @@ def decode_measures(lengths: list[int], page: int) -> Measures:
     count, num_bytes = len(lengths), sum(lengths) * KV_HEADS * DIM * 4
     layers = max(1, min(32, (1 << 30) // num_bytes))
     kv, table = pool_of(count, max(lengths), page, layers)
-    sizes = {"chunks": 1, "pages": table.shape[1], "tokens_per_page": page, "pieces": pieces_of(KV_HEADS)}
-    plan = DevicePlan(torch.device("cuda"), rows=count, tokens=count, **sizes)
+    plan = DevicePlan(
+        torch.device("cuda"), rows=count, chunks=1, tokens=count, pages=table.shape[1], tokens_per_page=page,
+        pieces=pieces_of(KV_HEADS),
+    )  # fmt: skip
     plan.fill([RowSpan(n - 1, 1, pages) for n, pages in zip(lengths, table.cpu().numpy(), strict=True)])
     q = torch.randn(count, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     out, tasks = torch.empty_like(q), plan.decode_tasks(count)
