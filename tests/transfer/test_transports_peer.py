@@ -69,6 +69,24 @@ def test_a_mapping_is_closed_when_its_pair_ends_but_not_under_a_read(make_gen):
     wait_for(lambda: len(provider.closed) == 2, "the mapping to be closed")
 
 
+def test_a_mapping_that_cannot_be_closed_is_logged_and_the_pair_is_made_anew(make_gen, monkeypatch, caplog):
+    gen, ctx, units = paired(make_gen)
+    assert gen.transport.probe("c1")
+    provider = gen.transport._pool.provider
+
+    def fails(memory: Memory) -> None:
+        raise DeviceError("cudaIpcCloseMemHandle says 1", 1)
+
+    monkeypatch.setattr(provider, "close", fails)
+    with caplog.at_level(logging.ERROR):
+        gen.transport.disconnect("c1")
+        wait_for(lambda: "peer_not_unmapped" in caplog.text, "the log")
+    monkeypatch.undo()
+    gen.pair(ctx)
+    gen.finish(gen.start(KEY, ctx, units))
+    assert_moved(gen, units, owner=1)
+
+
 def test_a_probe_under_way_keeps_the_mapping_open(make_gen):
     gen, _, _ = paired(make_gen)
     provider, reader = gen.transport._pool.provider, gen.transport._reader

@@ -132,8 +132,12 @@ class PeerMapping:
 
     def _close(self) -> None:
         memory, self._memory = self._memory, None
+        fields = {"arena": self.info.arena, "bytes": self.info.nbytes}
         if memory is not None:
-            self._provider.close(memory)
-            log.info("peer_unmapped", extra={"fields": {"arena": self.info.arena, "bytes": self.info.nbytes}})
+            try:
+                self._provider.close(memory)
+                log.info("peer_unmapped", extra={"fields": fields})
+            except DeviceError as error:  # it stays mapped until this process ends
+                log.error("peer_not_unmapped", extra={"fields": {**fields, "reason": str(error)}})
         self.generations = np.empty(0, np.uint64)
         self._arena.close()  # last: by this mapping a successor that waits for the memory sees that it is not back yet
