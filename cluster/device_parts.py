@@ -20,6 +20,7 @@ from tailrace.kv_cache.layout import PageLayout
 from tailrace.model.device_decoder import DeviceDecoder, exact_products
 from tailrace.model.source import ModelSource
 from tailrace.model.weights import load_weights
+from tailrace.router.api_types import MAX_SAMPLES
 from tailrace.transfer.transports.base import PageHook
 from tailrace.transfer.transports.peer import PeerTransport
 
@@ -60,7 +61,7 @@ class DeviceParts:
         forward = DeviceForward(
             DeviceDecoder(weights, sizes.max_request_tokens), self.pages, capture_sizes(config, role),
             max_batch_size=config.max_batch_size, max_num_tokens=config.max_num_tokens,
-            max_pages=layout.num_pages(sizes.max_request_tokens),
+            max_pages=layout.num_pages(sizes.max_request_tokens), max_samples=MAX_SAMPLES,
         )  # fmt: skip
         self.engine = DeviceEngine(forward)
 

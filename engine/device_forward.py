@@ -93,6 +93,7 @@ class DeviceForward:
         sizes: what `warm_up` captures.
         max_batch_size, max_num_tokens: rows of one token, and tokens, of one launch at most.
         max_pages: pages of one row at most.
+        max_samples: draws behind one row at most, however many rows a launch has.
         capture: makes graphs; by the device if None.
 
     Attributes:
@@ -108,6 +109,7 @@ class DeviceForward:
         max_batch_size: int,
         max_num_tokens: int,
         max_pages: int,
+        max_samples: int = 1,
         capture: Capture | None = None,
     ) -> None:
         config, device = decoder.config, decoder.device
@@ -124,7 +126,7 @@ class DeviceForward:
             device, rows=rows, chunks=MAX_CHUNKS, tokens=tokens, pages=max_pages, tokens_per_page=self._page_tokens,
             pieces=pieces_of(config.num_kv_heads),
         )  # fmt: skip
-        self.max_picks = picks = rows + MAX_CHUNKS
+        self.max_picks = picks = max(rows + MAX_CHUNKS, max_samples)
         if capture is None:
             capture = capture_cuda(device) if device.type == "cuda" else capture_nothing
         self.book = GraphBook(capture)

@@ -48,6 +48,7 @@ def device_reference(
     num_pages: int = 256,
     max_num_tokens: int = 512,
     max_batch_size: int = 32,
+    max_samples: int = 1,
     sizes: CaptureSizes | None = None,
     warm: bool = False,
 ) -> DeviceReference:
@@ -64,6 +65,7 @@ def device_reference(
     forward = DeviceForward(
         decoder, pool, sizes or CaptureSizes.derive(max_batch_size, max_num_tokens),
         max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_pages=-(-2048 // tokens_per_page),
+        max_samples=max_samples,
     )  # fmt: skip
     engine = DeviceEngine(forward)
     if warm:

@@ -267,3 +267,16 @@ def test_bfloat16_on_the_gpu_is_as_near_to_float32_as_on_the_cpu(tiny):
         return float(np.mean([abs(a.logprob - b.logprob) for pair in pairs for a, b in pair]))
 
     assert distance(gpu) <= 1.5 * distance(cpu)
+
+
+@on_each
+def test_a_request_may_have_more_samples_than_a_launch_has_rows(tiny, device):
+    """The API allows 128 whatever max_batch_size is, and all of them are drawn behind one row."""
+    path, prompts = tiny("llama"), prompts_of([17, 3])
+    wanted = SamplingParams(max_tokens=6, seed=11, temperature=0.8, ignore_eos=True)
+    expected = reference(path).generate(prompts, wanted, samples=100)
+    ours = device_reference(path, device, max_batch_size=4, max_samples=128, sizes=FEW)
+    found = ours.generator.generate(prompts, [wanted] * 2, samples=100)
+    for want, have in zip(expected, found, strict=True):
+        assert [s.ids[0] for s in have.samples] == [s.ids[0] for s in want.samples]
+        assert all(len(s.ids) == 6 for s in have.samples)
