@@ -103,6 +103,23 @@ def test_a_probe_under_way_keeps_the_mapping_open(make_gen):
     wait_for(lambda: len(provider.closed) == 1, "the mapping to be closed")
 
 
+def test_a_probe_that_the_device_does_not_end_in_time_fails_and_may_be_made_again(make_gen, monkeypatch, caplog):
+    """What it raised would end the task that pairs, and nobody would try again."""
+    gen, _, _ = paired(make_gen)
+
+    def late(memory: Memory, start: int, nbytes: int) -> bytes:
+        raise DeviceError(f"{nbytes} bytes did not come within 10 s", 0)
+
+    monkeypatch.setattr(gen.transport._reader, "fetch", late)
+    with caplog.at_level(logging.WARNING):
+        assert not gen.transport.probe("c1")
+    assert "peer_not_read" in caplog.text
+    monkeypatch.undo()
+    assert gen.transport.probe("c1")
+    gen.transport.disconnect("c1")
+    wait_for(lambda: len(gen.transport._pool.provider.closed) == 1, "the mapping, which no probe holds, to be closed")
+
+
 def test_a_probe_that_brings_other_bytes_than_the_known_fails(make_gen):
     gen, ctx, _ = paired(make_gen)
     assert gen.transport.probe("c1")

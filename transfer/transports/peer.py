@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tailrace.kernels.device_memory import Memory
+from tailrace.kernels.device_memory import DeviceError, Memory
 from tailrace.kernels.device_reads import Reader, Ticket
 from tailrace.kernels.page_read import UNITS, unit_of
 from tailrace.kv_cache.arena import known_bytes
@@ -127,6 +127,9 @@ class PeerTransport:
                 length = KNOWN_BYTES // UNITS[0]
                 self._reader.read(own.memory, memory, (known[0], known[1]), length, length, UNITS[0])
                 found = self._reader.fetch(own.memory, own.landing_at, KNOWN_BYTES)
+        except DeviceError as error:  # the device is busy for longer than we wait: the pair is tried again
+            log.warning("peer_not_read", extra={"fields": {"boot": boot, "reason": str(error)}})
+            return False
         finally:
             mapping.let_go()
         return found == known_bytes(mapping.info.arena, KNOWN_BYTES)
