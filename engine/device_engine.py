@@ -70,8 +70,10 @@ class DeviceEngine:
 
     @torch.inference_mode()
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy whole pages; all of src is read before dst is written."""
+        """Copy whole pages; all of src is read before dst is written. Returns when that has ended: they may be given up
+        next, and a read from a peer, on a stream of its own, may write to them then."""
         copy_pages((self._run.kv,), src, dst)
+        self._run.wait()
 
     @torch.inference_mode()
     def compare_rows(self, pages: Sequence[int], others: Sequence[int], span: range) -> tuple[float, float]:
@@ -82,6 +84,7 @@ class DeviceEngine:
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, so that who reads them unwritten is found out."""
         poison((self._run.kv,), pages)
+        self._run.wait()  # as above
 
     def warm_up(self, max_num_tokens: int, max_batch_size: int) -> None:
         """Capture what steps will run, so that no request waits for it. The sizes are those of the DeviceForward."""

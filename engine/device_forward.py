@@ -286,6 +286,11 @@ class DeviceForward:
         finite[flight.others] = np.isfinite(sums[flight.others_at : flight.others_at + len(flight.others)])
         return tokens[: len(flight.picked)].tolist(), finite.tolist()
 
+    def wait(self) -> None:
+        """Until all has ended that was launched on this thread's stream."""
+        if self.kv.is_cuda:
+            torch.cuda.current_stream(self.kv.device).synchronize()
+
     # --------------------------------------------------------------------------------------------- what may be captured
 
     def _body(self, shape: PlanShape) -> None:

@@ -221,6 +221,18 @@ def test_pages_are_copied_compared_and_poisoned(tiny, device):
     assert ours.engine.compare_rows([1, 2], [30, 31], range(20))[0] == float("inf")
 
 
+@pytest.mark.gpu
+def test_what_is_done_to_pages_has_ended_when_it_returns(tiny):
+    """Their next owner may be a read on another stream, which waits for none of ours."""
+    ours = device_reference(tiny("llama"), "cuda")
+    for work in (lambda: ours.engine.copy_pages([1], [2]), lambda: ours.engine.poison([2])):
+        work()  # what it needs is compiled and loaded
+        torch.cuda._sleep(100_000_000)
+        assert not torch.cuda.current_stream().query()
+        work()
+        assert torch.cuda.current_stream().query()
+
+
 def test_a_variant_that_is_not_captured_runs_eagerly_and_is_told_once(tiny, caplog):
     sizes = CaptureSizes((1, 2, 4), (), ("greedy",))
     ours = device_reference(tiny("llama"), "cpu", sizes=sizes, warm=True)
