@@ -233,7 +233,23 @@ class PairDialer:
         self._wanted = {peer.boot: peer for peer in peers}
         for boot, peer in self._wanted.items():
             if boot not in self._tasks:
-                self._tasks[boot] = asyncio.create_task(self._keep(peer), name=f"pair-{peer.worker}")
+                task = self._tasks[boot] = asyncio.create_task(self._keep(peer), name=f"pair-{peer.worker}")
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A fault that nobody foresaw, of a transport's probe perhaps: said, and after a while the pair is tried again;
+        the others are served meanwhile."""
+        error = None if task.cancelled() else task.exception()
+        boot = next((boot for boot, other in self._tasks.items() if other is task), None)
+        if error is None or boot is None:
+            return
+        log.error("pairing_failed", exc_info=error, extra={"fields": {"boot": boot, "reason": repr(error)}})
+        asyncio.get_running_loop().call_later(REFUSED_RETRY_S, self._again, boot, task)
+
+    def _again(self, boot: str, ended: asyncio.Task[None]) -> None:
+        if self._tasks.get(boot) is ended:
+            del self._tasks[boot]
+            self.want(self._wanted.values())
 
     def also(self, peer: PeerAddress) -> None:
         """One more, besides the set."""

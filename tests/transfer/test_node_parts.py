@@ -1,6 +1,8 @@
 """The smaller parts of a node: leases, bitmap, outbox, faults, metrics, epochs, comparing two workers' records."""
 
+import asyncio
 import json
+import logging
 import time
 from dataclasses import fields, replace
 
@@ -9,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.transfer import frames
+from tailrace.transfer import frames, pairing
 from tailrace.transfer.bitmap import Unit, UnitBitmap, ranges
 from tailrace.transfer.faults import ALL, FRAME_KINDS, FaultPlan, Faults
 from tailrace.transfer.leases import Leases, Recent
+from tailrace.transfer.links import Identity
 from tailrace.transfer.messages import (
     CompatRecord,
     Delta,
@@ -21,6 +24,7 @@ from tailrace.transfer.messages import (
     GroupRecord,
     LandingGrant,
     PageDescriptor,
+    PeerAddress,
     Stats,
     TokenLogprob,
     Tokens,
@@ -31,7 +35,7 @@ from tailrace.transfer.messages import (
 from tailrace.transfer.metrics import METRIC_NAMES, Metrics, exposition
 from tailrace.transfer.node_stats import TransferRate
 from tailrace.transfer.outbox import Outbox
-from tailrace.transfer.pairing import codec_between, mismatch
+from tailrace.transfer.pairing import PairDialer, codec_between, mismatch
 from tailrace.transfer.router_session import EpochRule
 from tailrace.transfer.transports.base import CopyFailed, spoil
 
@@ -365,3 +369,29 @@ def test_a_dtype_is_bridged_by_the_first_common_codec_that_is_not_raw():
     assert codec_between(COMPAT, COMPAT) == "raw"
     assert codec_between(COMPAT, other) == "int8"
     assert codec_between(COMPAT, replace(other, codecs=("raw",))) is None
+
+
+async def test_a_pair_whose_making_failed_in_a_way_nobody_foresaw_is_told_and_tried_again(monkeypatch, caplog):
+    """Without this the peer would stay unpaired for as long as it lives, and nobody would hear why."""
+    monkeypatch.setattr(pairing, "REFUSED_RETRY_S", 0.01)
+    served = asyncio.Event()
+    tries: list[str] = []
+
+    async def serve(self: PairDialer, peer: PeerAddress) -> None:
+        tries.append(peer.boot)
+        if len(tries) == 1:
+            raise RuntimeError("a kernel cannot be compiled")
+        served.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(PairDialer, "_serve", serve)
+    me = Identity("gen", "gen0", "g0")
+    dialer = PairDialer("gen0", me, b"secret", COMPAT, [], None, asyncio.Event())
+    with caplog.at_level(logging.ERROR):
+        dialer.want([PeerAddress("ctx0", "c0", "127.0.0.1", 1)])
+        await asyncio.wait_for(served.wait(), 5)
+    assert tries == ["c0", "c0"] and dialer.surplus() == []
+    assert [r.message for r in caplog.records] == ["pairing_failed"]
+    await dialer.close()
+    await asyncio.sleep(0.05)
+    assert len(tries) == 2, "tried after the end"
