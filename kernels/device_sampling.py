@@ -155,7 +155,8 @@ def sample_rows(
     if logits.is_cuda:
         from tailrace.kernels import device_sampling_triton as kernels  # noqa: PLC0415 (an optional package)
 
-        return kernels.sample_rows(logits, params, variant, out)
+        # To pyright, which is given this file by its path, the class here is another than the one imported there.
+        return kernels.sample_rows(logits, params, variant, out)  # pyright: ignore[reportArgumentType]
     return plain_sample_rows(logits, params, variant, out)
 
 

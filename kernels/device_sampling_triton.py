@@ -16,6 +16,7 @@ and shapes alone decide what is launched. Importable only where triton is.
 
 # ruff: noqa: ANN001, ANN202 (Triton itself types what a kernel takes)
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 

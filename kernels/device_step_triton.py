@@ -5,6 +5,7 @@ Importable only where triton is.
 
 # ruff: noqa: ANN001, ANN202 (Triton itself types what a kernel takes)
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

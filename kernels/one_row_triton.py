@@ -8,6 +8,7 @@ Importable only where triton is.
 
 # ruff: noqa: ANN001, ANN202 (Triton itself types what a kernel takes)
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
