@@ -11,7 +11,12 @@ from harness import LocalCluster
 from oracle import Mismatch
 
 CHUNK = 64
-SPREAD = [(transport, page) for transport in ("shm", "nixl") for page in (8, 16, 64)]
+FIRST = (("shm", 16), ("nixl", 8), ("nixl", 64))  # the others in `make soak`, for their time
+SPREAD = [
+    pytest.param(transport, page, marks=[] if (transport, page) in FIRST else [pytest.mark.soak])
+    for transport in ("shm", "nixl")
+    for page in (8, 16, 64)
+]
 ON_A_GPU = [pytest.param("peer", page, marks=pytest.mark.gpu) for page in (8, 16, 64)]
 
 

@@ -68,7 +68,7 @@ def ask_until_all_have_read(cluster: LocalCluster, model: Model, seed: int) -> N
     raise AssertionError(f"some gens read nothing: {before}, {after}")
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("tp", [*(pytest.param(tp, marks=pytest.mark.soak) for tp in (1, 2)), 4])
 def test_a_ctx_of_any_number_of_ranks_hands_off_to_gens_of_1_2_and_4(over_shm: LocalCluster, model: Model, tp: int):
     with_ctx(over_shm, tp)
     ask_until_all_have_read(over_shm, model, 1000 * tp)

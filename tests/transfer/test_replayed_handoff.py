@@ -142,6 +142,7 @@ def test_a_tail_too_short_fails_by_name_and_decodes_nothing(make):
     rig.quiet()
 
 
+@pytest.mark.soak
 def test_samples_share_one_replay_and_go_apart(make):
     exact = exact_replay(make.ref.source.config).decoder
     rig = make(replay=ReplayPolicy(exact, exact), chunk=40)
@@ -201,6 +202,7 @@ def test_a_cancel_in_the_middle_of_a_replay_gives_all_pages_back(make):
     assert 0 < rig.gen.node.loop_stats.replayed_positions < 60
 
 
+@pytest.mark.soak
 def test_penalties_know_the_whole_prompt(make):
     exact = exact_replay(make.ref.source.config).decoder
     rig = make(replay=ReplayPolicy(exact, exact), tail=256)
@@ -212,6 +214,7 @@ def test_penalties_know_the_whole_prompt(make):
     rig.quiet()
 
 
+@pytest.mark.soak
 def test_a15_who_gives_way_is_computed_again_from_the_start(make):
     """All layers of it, so behind the loss its tokens come from an exact state; nothing is asked of ctx again."""
     exact = exact_replay(make.ref.source.config).decoder
