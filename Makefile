@@ -54,8 +54,8 @@ serve: setup
 # What failed in either half is named and tried once more, by itself: a machine that others share makes a test miss its
 # time now and then. What fails twice fails; soak gives no second chance. Ten failures are no chance.
 test: setup types $(INTERPRETER)
-	$(PYTEST) -n 2 --dist loadscope -m "not alone and not soak and not gpu and not hosts" --maxfail 10 || $(AGAIN)
-	$(PYTEST) -m "alone and not soak and not gpu and not hosts" --maxfail 10 || $(AGAIN)
+	$(PYTEST) -n 2 --dist loadscope -m "not alone and not soak and not gpu and not hosts" --maxfail 10 --durations 15 || $(AGAIN)
+	$(PYTEST) -m "alone and not soak and not gpu and not hosts" --maxfail 10 --durations 15 || $(AGAIN)
 
 test-cluster: setup
 	$(PYTEST) -m hosts tests

@@ -17,15 +17,20 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 @pytest.fixture(scope="module")
 def engine_bench() -> Iterator[ModuleType]:
+    ours = sys.modules.pop("harness", None)  # the tests' own module of that name
     before = dict(sys.modules)
     sys.path.insert(0, str(BENCH))
-    import gpu_engine
+    try:
+        import gpu_engine
 
-    yield gpu_engine
-    sys.path.remove(str(BENCH))
-    for name in set(sys.modules) - set(before):
-        if name in ("harness", "gpu_engine", "gpu_checks", "gpu_ceilings"):
-            del sys.modules[name]
+        yield gpu_engine
+    finally:
+        sys.path.remove(str(BENCH))
+        for name in set(sys.modules) - set(before):
+            if name in ("harness", "gpu_engine", "gpu_checks", "gpu_ceilings"):
+                del sys.modules[name]
+        if ours is not None:
+            sys.modules["harness"] = ours
 
 
 @without_gpu
