@@ -242,11 +242,11 @@ class PagePool:
 
     def check(self) -> None:
         """Recount everything; raises LedgerError if the books are wrong."""
-        count = [0] * len(PageState)
-        for page in range(1, self.num_pages):
-            if min(self._holders[page], self._pins[page], self._quarantines[page]) < 0:
-                raise self._forbidden(page, "count below zero")
-            count[self.state(page)] += 1
+        for column in (self._holders, self._pins, self._quarantines):
+            if min(column) < 0:
+                raise self._forbidden(column.index(min(column)), "count below zero")
+        states = [self.state(page) for page in range(1, self.num_pages)]
+        count = [states.count(state) for state in PageState]
         if count != self._count or sum(count) != self.num_pages - 1:
             raise LedgerError(f"pages by state are {self._named(count)}, the books say {self._named(self._count)}")
         if len(set(self._stock)) != len(self._stock):
