@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tailrace.cluster import log as logs
+from tailrace.cluster.launcher import check_port_free
 from tailrace.cluster.progress import Phase, ProgressStamp
 from tailrace.cluster.spec import RankSpec
 from tailrace.cluster.ties import Ties
@@ -93,6 +94,7 @@ def run_rank(spec: RankSpec, report: Report, stamp: Stamp, follow: Follow, ties:
 
         run_follower(spec, config, ties, threads, lambda phase, done: stamp(phase, done, None))
         return
+    check_port_free(spec.host, spec.port, "the worker's links")  # importing and loading would take seconds first
     from tailrace.cluster.worker import Worker  # imports torch
 
     started = time.monotonic()

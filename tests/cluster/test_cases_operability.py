@@ -45,16 +45,8 @@ def test_b14_two_workers_of_each_kind_on_one_host_start_with_defaults(tmp_path, 
         assert cluster.complete("hello")["choices"][0]["text"]
 
 
-@pytest.fixture(scope="module")
-def importing_s() -> float:
-    """Seconds that a process needs to import what a worker is made of, torch above all."""
-    started = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import tailrace.cluster.worker"], check=True)
-    return time.monotonic() - started
-
-
 @pytest.mark.parametrize("role", ["router", "ingress", "ctx", "gen"])
-def test_b14_a_taken_port_ends_the_process_at_once_and_is_named(tmp_path, model, role, importing_s):
+def test_b14_a_taken_port_ends_the_process_at_once_and_is_named(tmp_path, model, role):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -66,7 +58,7 @@ def test_b14_a_taken_port_ends_the_process_at_once_and_is_named(tmp_path, model,
     assert run.returncode not in (0, None)
     assert (f"port {port} " in err or f"127.0.0.1:{port}" in err) and out == ""
     assert "Traceback" not in err or role in ("ctx", "gen")  # a rank's end is one record with its root cause
-    assert time.monotonic() - started < 3 + 1.5 * importing_s
+    assert time.monotonic() - started < 5
 
 
 # -------------------------------------------------------------------------------------------------------------- E5
