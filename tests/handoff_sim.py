@@ -197,6 +197,7 @@ class Ctx(Worker):
         self.jobs: dict[tuple[str, int], Prefill] = {}
         self.paused = False
         self.order: list[str] = []  # what happened, for tests of order
+        self.idle = False  # with nothing to compute nobody asks it again and again
         world.later(0.0, self.step)
 
     def on_loop(self, event: Any) -> None:
@@ -204,6 +205,9 @@ class Ctx(Worker):
             submit = event.submit
             tokens = tuple(unpack_ids(submit.prompt_ids + submit.output_ids))
             self.jobs[event.key] = Prefill(submit, tokens[: handed_tokens(len(tokens), submit.left_to_gen)])
+            if self.idle:
+                self.idle = False
+                self.world.later(self.world.chunk_s / 2, self.step)
         elif isinstance(event, Cancelled) and event.key in self.jobs:
             self.forget(event.key)
             self.feed(ce.LoopEnded(event.key, "cancelled"))
@@ -216,6 +220,9 @@ class Ctx(Worker):
             return
         if self.stopped:
             self.world.later(0.01, self.step)
+            return
+        if not self.jobs:
+            self.idle = True
             return
         key = next((k for k, job in self.jobs.items() if self.reserve(job)), None)
         if key is None or self.paused:
