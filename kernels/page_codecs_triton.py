@@ -24,7 +24,7 @@ _BLOCK_NUMBERS, _INT4_BLOCK_NUMBERS = 4096, 2048  # numbers a program
 
 
 @triton.jit
-def load_float32(words, mask, BF16: tl.constexpr):
+def load_float32(words: tl.tensor, mask: tl.tensor, BF16: tl.constexpr):
     """words: pointer to int16 (the bits of bfloat16), float16 or float32."""
     if BF16:
         bits = tl.load(words, mask=mask, other=0).to(tl.int32) & 0xFFFF
@@ -33,7 +33,7 @@ def load_float32(words, mask, BF16: tl.constexpr):
 
 
 @triton.jit
-def store_float32(words, x, mask, BF16: tl.constexpr):
+def store_float32(words: tl.tensor, x: tl.tensor, mask: tl.tensor, BF16: tl.constexpr):
     """The reverse of load_float32, rounded to nearest, ties to even."""
     if BF16:
         bits = x.to(tl.int32, bitcast=True)
@@ -50,7 +50,7 @@ def _to_int(y):
 
 
 @triton.jit
-def to_e4m3(y):
+def to_e4m3(y: tl.tensor):
     """float32 of at most 448 -> int32 with the bits of e4m3."""
     bits = y.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -60,7 +60,7 @@ def to_e4m3(y):
 
 
 @triton.jit
-def from_e4m3(q):
+def from_e4m3(q: tl.tensor):
     """int32 with the bits of e4m3 -> float32: normal ones by their exponent, the others as multiples of 2^-9."""
     magnitude = q & 0x7F
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)

@@ -27,31 +27,31 @@ _FLOOR8, _FLOOR4, _FLOOR4_E4M3 = tl.constexpr(FP8_FLOOR), tl.constexpr(FP4_UE8M0
 
 
 @triton.jit
-def row_begin(offsets, row, mask, ROW_BYTES: tl.constexpr, ANYWHERE: tl.constexpr):
+def row_begin(offsets: tl.tensor, row: tl.tensor, mask: tl.tensor, ROW_BYTES: tl.constexpr, ANYWHERE: tl.constexpr):
     """First byte of each row, 64 bits: offsets[row] if ANYWHERE, else rows stand one behind the other."""
     return tl.load(offsets + row, mask=mask, other=0) if ANYWHERE else row.to(tl.int64) * ROW_BYTES
 
 
 @triton.jit
-def finite_top(bits, finite, FLOOR: tl.constexpr):
+def finite_top(bits: tl.tensor, finite: tl.tensor, FLOOR: tl.constexpr):
     """Largest magnitudes by their bits -> float32, at least FLOOR; 1 where not finite."""
     return tl.maximum(tl.where(finite, bits, _ONE).to(tl.float32, bitcast=True), FLOOR)
 
 
 @triton.jit
-def power_of_two(code):
+def power_of_two(code: tl.tensor):
     """ue8m0 code int32 -> float32; 0 is 2^-127, 255 is NaN."""
     bits = tl.where(code == 0, 1 << 22, code << 23)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def from_e4m3_or_nan(code):
+def from_e4m3_or_nan(code: tl.tensor):
     return tl.where((code & 0x7F) == 0x7F, float("nan"), from_e4m3(code))
 
 
 @triton.jit
-def to_e2m1(y):
+def to_e2m1(y: tl.tensor):
     """float32 -> int32 codes 0..15, to nearest, ties to even."""
     bits = y.to(tl.int32, bitcast=True)
     size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
@@ -62,7 +62,7 @@ def to_e2m1(y):
 
 
 @triton.jit
-def from_e2m1(code):
+def from_e2m1(code: tl.tensor):
     """int32 codes 0..15 -> float32: halves up to 2, then 3, 4, 6."""
     low = code & 7
     size = tl.where(low < 4, low * 0.5, tl.where(low == 4, 2.0, tl.where(low == 5, 3.0, tl.where(low == 6, 4.0, 6.0))))
@@ -70,14 +70,14 @@ def from_e2m1(code):
 
 
 @triton.jit
-def bf16_bits(x):
+def bf16_bits(x: tl.tensor):
     """float32 -> int32 with the bits of bfloat16, to nearest, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FC0, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF)
 
 
 @triton.jit
-def load_bytes(pointers, mask, SIZE: tl.constexpr):
+def load_bytes(pointers: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr):
     """SIZE little-endian bytes from anywhere -> int32."""
     word = tl.load(pointers, mask=mask, other=0).to(tl.int32)
     for i in tl.static_range(1, SIZE):
@@ -86,7 +86,7 @@ def load_bytes(pointers, mask, SIZE: tl.constexpr):
 
 
 @triton.jit
-def store_bytes(pointers, word, mask, SIZE: tl.constexpr):
+def store_bytes(pointers: tl.tensor, word: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr):
     for i in tl.static_range(SIZE):
         tl.store(pointers + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)
 
@@ -248,11 +248,11 @@ def _fp4_rows(
 
 @triton.jit
 def load_rows(
-    memory,  # pointer to float32 [n, DIM], to int16 [n, DIM] (the bits of bfloat16), or to uint8
-    offsets,  # pointer to int64 [n], the first byte of each row, if packed
-    row,  # [BLOCK] int64
-    there,  # [BLOCK] bool: others are read as 0
-    column,  # [COLUMNS] int32; what is not below LAST is read as 0
+    memory: tl.tensor,  # pointer to float32 [n, DIM], to int16 [n, DIM] (the bits of bfloat16), or to uint8
+    offsets: tl.tensor,  # pointer to int64 [n], the first byte of each row, if packed
+    row: tl.tensor,  # [BLOCK] int64
+    there: tl.tensor,  # [BLOCK] bool: others are read as 0
+    column: tl.tensor,  # [COLUMNS] int32; what is not below LAST is read as 0
     DIM: tl.constexpr,
     LAST: tl.constexpr,
     KIND: tl.constexpr,  # float32, bfloat16, or as RowFormat.kind
