@@ -57,13 +57,13 @@ def decode_attention(
     Raises:
         ValueError: a shape, dtype or stride that does not fit; names what is and what was expected.
     """
-    check_decode(q, kv, layer, page_table, lengths, window, sinks, out, tasks)
     if q.is_cuda:
         from tailrace.kernels import device_attention_triton as kernels  # noqa: PLC0415 (an optional package)
 
         return kernels.decode_attention(
             q, kv, layer, page_table, lengths, scale=scale, window=window, sinks=sinks, out=out, tasks=tasks
         )
+    check_decode(q, kv, layer, page_table, lengths, window, sinks, out, tasks)
     return plain_decode_attention(q, kv, layer, page_table, lengths, scale=scale, window=window, sinks=sinks, out=out)
 
 
@@ -99,12 +99,12 @@ def prefill_attention(
     Raises:
         ValueError: as of decode_attention.
     """
-    check_prefill(q, kv, layer, chunk_starts, context, chunk_pages, max_new, window, sinks, out)
     if q.is_cuda:
         from tailrace.kernels import device_attention_triton as kernels  # noqa: PLC0415 (an optional package)
 
         run = kernels.prefill_attention
     else:
+        check_prefill(q, kv, layer, chunk_starts, context, chunk_pages, max_new, window, sinks, out)
         run = plain_prefill_attention
     return run(
         q, kv, layer, chunk_starts, context, chunk_pages, max_new, scale=scale, window=window, sinks=sinks, out=out

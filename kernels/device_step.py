@@ -40,11 +40,11 @@ def add_rms_norm(
     Raises:
         ValueError: a shape, dtype or stride that does not fit; names what is and what was expected.
     """
-    check_add_rms_norm(hidden, part, weight)
     if hidden.is_cuda:
         from tailrace.kernels import device_step_triton as kernels  # noqa: PLC0415 (an optional package)
 
         return kernels.add_rms_norm(hidden, part, weight, eps, dtype)
+    check_add_rms_norm(hidden, part, weight)
     return plain_add_rms_norm(hidden, part, weight, eps, dtype)
 
 
@@ -77,11 +77,11 @@ def rotary_write(
     Raises:
         ValueError: as of add_rms_norm.
     """
-    check_rotary_write(qkv, cos, sin, slots, kv, layer, q_norm, k_norm)
     if qkv.is_cuda:
         from tailrace.kernels import device_step_triton as kernels  # noqa: PLC0415 (an optional package)
 
         return kernels.rotary_write(qkv, cos, sin, slots, kv, layer, q_norm, k_norm, eps)
+    check_rotary_write(qkv, cos, sin, slots, kv, layer, q_norm, k_norm)
     return plain_rotary_write(qkv, cos, sin, slots, kv, layer, q_norm, k_norm, eps)
 
 
@@ -97,11 +97,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: as of add_rms_norm.
     """
-    check_silu_mul(gate_up)
     if gate_up.is_cuda:
         from tailrace.kernels import device_step_triton as kernels  # noqa: PLC0415 (an optional package)
 
         return kernels.silu_mul(gate_up)
+    check_silu_mul(gate_up)
     return plain_silu_mul(gate_up)
 
 
