@@ -45,12 +45,14 @@ def pool_of(weights: Weights) -> PagedPool:
     return PagedPool(torch.zeros(shape, dtype=weights.dtype))
 
 
-def run(weights: Weights, few: FewRows, steps: list[list[tuple[list[int], RowSpan]]]) -> tuple[torch.Tensor, PagedPool]:
+def run(
+    weights: Weights, few: FewRows, steps: list[list[tuple[list[int], RowSpan]]], threads: int = 1
+) -> tuple[torch.Tensor, PagedPool]:
     pool = pool_of(weights)
     parts = []
     for step in steps:
         ids = torch.tensor([t for tokens, _ in step for t in tokens])
-        parts.append(few.forward(weights.embed(ids).float(), [row for _, row in step], pool))
+        parts.append(few.forward(weights.embed(ids).float(), [row for _, row in step], pool, threads=threads))
     return torch.cat(parts), pool
 
 
@@ -115,3 +117,13 @@ def test_what_is_not_all_four_bit_keeps_the_plain_operators(tmp_path: Path, monk
     assert Decoder(load_weights(plain, dtype=torch.bfloat16, quantized=False)).max_few == 0
     monkeypatch.setattr(kernels, "native", lambda: None)
     assert Decoder(load_weights(plain, dtype=torch.bfloat16)).max_few == 0
+
+
+def test_two_threads_change_no_bit(tmp_path: Path):
+    packed, _ = loaded(tmp_path, "llama", "Q4_1")
+    assert packed.few_rows is not None
+    rows = [([10 + i, 20 + i], RowSpan(0, 2, np.array([1 + i], np.int32))) for i in range(3)]
+    steps = [rows, *([([40 + i], RowSpan(2, 1, np.array([1 + i], np.int32))) for i in range(n)] for n in (3, 2, 1))]
+    one, pool = run(packed, FewRows(packed.config, packed.few_rows), steps)
+    two, other = run(packed, FewRows(packed.config, packed.few_rows, threads=2), steps, threads=2)
+    assert torch.equal(one, two) and torch.equal(pool.kv, other.kv)
