@@ -142,7 +142,8 @@ def test_c5_a_killed_ctx_is_not_chosen_for_the_prefix_that_it_had(cluster: Local
     with ThreadPoolExecutor(20) as threads:
         choices = list(threads.map(lambda i: ask(cluster, prompt, i % 2), range(20)))
     assert [choice["token_ids"] for choice in choices] == [expected] * 20
-    assert victim not in believed(cluster)
+    # Whoever dials it first is refused and says so; a router whose own link broke first gives it its grace.
+    until(lambda: victim not in believed(cluster), 5, lambda: f"{believed(cluster)}")
     assert ask(cluster, prompt)["cached"] == 288  # of the other one
     cluster.start("ctx", victim)
     cluster.wait_ready()
