@@ -1,8 +1,9 @@
 """What a finished sample leaves for the conversation's next turn: its full blocks, published here and offered to ctx.
 
 Only with `backflow`. The prompt's blocks have hashes already; those that reach into the output are hashed here, from
-the tail of the prompt and the output, in the prompt's scope. State exists for every token but the last. What is not
-exact in every token, or has lost pages to a window, stays. Knows no peer; dies with its loop.
+the tail of the prompt and the output, in the prompt's scope. State exists for every token but the last, also where a
+pass that computes the last one's has been launched (run_ahead.py): that pass has not landed, and the token may be none.
+What is not exact in every token, or has lost pages to a window, stays. Knows no peer; dies with its loop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tailrace.transfer.messages import PageDescriptor
 def turn_hashes(hasher: BlockHasher, request: Request, sequence: Sequence) -> bytes:
     """Packed hashes of all full blocks whose state is computed; empty if the ids they need are not here."""
     size = hasher.block_tokens
-    blocks, known = sequence.num_computed // size, len(request.hashes) // HASH_BYTES
+    blocks, known = (sequence.num_computed - sequence.flying) // size, len(request.hashes) // HASH_BYTES
     if blocks <= known:
         return request.hashes[: blocks * HASH_BYTES]
     ids = [*request.tail, *sequence.output]

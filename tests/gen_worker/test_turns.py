@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gen_fakes import Gen
-from loop_fakes import HASHER, SPACE, prompt_of
+from loop_fakes import EOS, HASHER, SPACE, prompt_of
 
 from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.kv_cache.manager import Fidelity
@@ -49,6 +49,22 @@ def test_a_finished_turn_is_found_by_the_next_and_offered_with_its_generations()
     size = gen.kv.layout.tokens_per_page
     held = [int(gen.engine.memory[page.page, i]) for page in turn.pages for i in range(size)]
     assert held == ids[:16]
+    gen.assert_quiet()
+
+
+def test_a_pass_that_is_still_in_flight_has_computed_nothing_of_a_turn():
+    """The prompt's 10 and 6 drawn tokens fill four blocks, but the pass in flight makes the last one's state."""
+    gen = Gen(hasher=HASHER, ahead=True)
+    prompt = prompt_of(10, 1)
+    key = admit(gen, "r", prompt, max_tokens=30)
+    gen.engine.forced[15] = EOS
+    gen.drain()
+    ids = whole(gen, key, prompt)
+    assert len(ids) == 16 and ids[-1] == EOS and gen.engine.launches > len(gen.node.output(key)), (
+        "one was launched more"
+    )
+    (turn,) = gen.node.turns
+    assert turn.num_tokens == 12 and found(gen, [*ids, 5, 6]) == 12
     gen.assert_quiet()
 
 
