@@ -27,6 +27,22 @@ STATUS_OF_CODE = {
     "not_posted": 503,
 }
 
+# messages.Refused.reason, in words for the client.
+REFUSALS = {
+    "no_gen": "no generation worker is available",
+    "no_ctx": "no context worker is available",
+    "no_pair": "no context worker is paired with a generation worker",
+    "too_large": "the request does not fit into any worker's page pool",
+    "queue_full": "too many requests are waiting",
+    "fairness": "this tenant has more than its share of the requests that wait",
+    "rate": "this tenant has used up its rate of tokens",
+    "deadline": "the request would not meet its timeout_s",
+    "worker_deaths": "too many workers died while serving this request",
+    "gen_lost": "the generation worker was lost before it took the request over",
+    "bind_failed": "no generation worker could take the request over",
+    "breaker_open": "the only workers for it have failed several requests and are being tried again",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -42,6 +58,12 @@ class Failure:
         """The failure that a worker's Fail stands for."""
         status = STATUS_OF_CODE.get(code, 500)
         return cls(status, code, message, 1.0 if status == 503 else None)
+
+    @classmethod
+    def of_refusal(cls, status: int, reason: str, retry_after_s: float) -> Failure:
+        """The failure that a router's Refused stands for."""
+        code = "rate_limited" if status == 429 else "no_capacity"
+        return cls(status, code, REFUSALS.get(reason, reason), retry_after_s)
 
 
 class RequestFailed(TailraceError):

@@ -92,6 +92,11 @@ class Attempt:
     def unfinished(self) -> list[Sample]:
         return [sample for sample in self.samples if sample.finish is None]
 
+    @property
+    def may_do_without_ctx(self) -> bool:
+        """Whether a bound gen may have all that ctx could give. Where gen draws the first token it alone knows."""
+        return self.prefilled or bool(self.left_to_gen)
+
     def sample(self, index: int) -> Sample | None:
         """Its sample with that index in the request, None if it has none."""
         at = index - self.samples[0].index

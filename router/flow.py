@@ -14,6 +14,7 @@ What a broken link or a dead worker means depends on what is already here:
     gen, before its first token   its pages were only read, so the router may bind another: wait `rebind_wait_s`
     gen, decoding                 a new attempt, continuing the same stream
     ctx, first tokens here, gen   gen can read on or says Fail: wait `rebind_wait_s`
+    ctx, gen draws the first      the same: gen alone knows whether it has been handed all that it needs
     ctx, decoding                 nothing
     ctx, otherwise                a new attempt
 
@@ -102,29 +103,6 @@ class Spec:
     conversation: str | None = None
     deadline: float | None = None
     scope: str = ""
-
-
-_REFUSALS = {
-    "no_gen": "no generation worker is available",
-    "no_ctx": "no context worker is available",
-    "no_pair": "no context worker is paired with a generation worker",
-    "too_large": "the request does not fit into any worker's page pool",
-    "queue_full": "too many requests are waiting",
-    "fairness": "this tenant has more than its share of the requests that wait",
-    "rate": "this tenant has used up its rate of tokens",
-    "deadline": "the request would not meet its timeout_s",
-    "worker_deaths": "too many workers died while serving this request",
-    "gen_lost": "the generation worker was lost before it took the request over",
-    "bind_failed": "no generation worker could take the request over",
-    "breaker_open": "the only workers for it have failed several requests and are being tried again",
-}
-
-
-def refusal(refused: Refused) -> Failure:
-    """A router's refusal in words for the client."""
-    code = "rate_limited" if refused.status == 429 else "no_capacity"
-    message = _REFUSALS.get(refused.reason, refused.reason)
-    return Failure(refused.status, code, message, refused.retry_after_s)
 
 
 @dataclass(slots=True)
@@ -256,7 +234,7 @@ class Flow:
         if attempt is None:
             self.stale += 1
             return []
-        failure = refusal(refused)
+        failure = Failure.of_refusal(refused.status, refused.reason, refused.retry_after_s)
         if not attempt.awaits_place and refused.reason in ("gen_lost", "bind_failed"):
             self._again(attempt, failure, now)
         else:
@@ -302,7 +280,11 @@ class Flow:
         failure = Failure.of_code(fail.code, fail.message)
         self._distrusts = self._distrusts or fail.code == "corrupt"
         faults = self._faults(attempt, boot, "transfer" if fail.code == "timeout" and fail.retryable else fail.code)
-        if fail.retryable:
+        ctx = attempt.ctx
+        if fail.code == "lost" and attempt.left_to_gen and ctx is not None and ctx.boot in self._lost:
+            self._excluded[ctx.boot] = None  # it died before gen had all: no transfer failed, gen did nothing wrong
+            self._again(attempt, failure, now, told_by=boot)
+        elif fail.retryable:
             gives_back = fail.code == "out_of_pages" and attempt.gen is not None and boot == attempt.gen.boot
             if not gives_back:
                 self._excluded[boot] = None
@@ -404,12 +386,12 @@ class Flow:
 
     def _left(self, attempt: Attempt, boot: str, now: float, *, dead: bool) -> None:
         """A worker of this attempt is gone (the module's table)."""
-        reads = attempt.state is State.READING and self.policy.retries
+        reads, until = attempt.state is State.READING and self.policy.retries, now + self.policy.rebind_wait_s
         if reads and attempt.gen is not None and boot == attempt.gen.boot:
             attempt.unbind()
-            attempt.wait_until = now + self.policy.rebind_wait_s
-        elif reads and attempt.ctx is not None and boot == attempt.ctx.boot and attempt.prefilled:
-            attempt.wait_until = now + self.policy.rebind_wait_s
+            attempt.wait_until = until
+        elif reads and attempt.ctx is not None and boot == attempt.ctx.boot and attempt.may_do_without_ctx:
+            attempt.wait_until = until
         else:
             self._excluded[boot] = None
             faults = () if dead else (boot,)  # of a death the router hears by itself

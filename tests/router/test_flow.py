@@ -168,7 +168,8 @@ def test_an_attempt_stays_about_as_many_tokens_as_the_router_was_told():
     assert run.sent[-1].frame.left_to_gen == 2
 
 
-def test_a_ctx_that_dies_while_gen_replays_costs_an_attempt_and_one_that_dies_behind_it_nothing():
+def test_a_ctx_that_dies_after_it_handed_over_what_gen_replays_costs_no_attempt():
+    """Whether it had is gen's to say: by its first token, by Fail, or by its silence."""
     run = Run(policy=REPLAYS)
     run.placed("prefill", "ctx")
     run.placed("decode", "gen")
@@ -177,8 +178,38 @@ def test_a_ctx_that_dies_while_gen_replays_costs_an_attempt_and_one_that_dies_be
     run = Run(policy=REPLAYS)
     run.placed("prefill", "ctx")
     run.placed("decode", "gen")
-    sent = run.gone("ctx")
-    assert [type(f) for _, f in sent] == [Cancel, Done, Place], "nobody knows yet whether gen has it all"
+    assert run.gone("ctx") == [] and run.tick(FlowPolicy().rebind_wait_s - 0.5) == []
+    run.tokens("gen", 0, [0])
+    assert run.tick(60.0) == [] and run.dones() == []
+    run.tokens("gen", 1, [1], finish="length")
+    assert run.dones() == [(1, "finished")] and run.text() == "ab"
+
+
+@pytest.mark.parametrize("retryable", [True, False], ids=["recompute", "transfer_failure_policy: fail"])
+def test_a_ctx_that_dies_before_gen_has_what_it_replays_costs_an_attempt(retryable):
+    """As soon as gen says so; no transfer failed, and it is not gen that is avoided."""
+    run = Run(policy=REPLAYS)
+    run.placed("prefill", "ctx")
+    run.placed("decode", "gen")
+    run.gone("ctx")
+    sent = run.fails("gen", "lost", retryable)
+    assert [type(frame) for _, frame in sent] == [Done, Place]
+    assert (sent[1][1].attempt, sent[1][1].exclude) == (2, ("boot-ctx",)) and run.dones() == [(1, "migrating")]
+
+
+def test_a_gen_that_says_nothing_behind_a_dead_ctx_costs_an_attempt():
+    run = Run(policy=REPLAYS)
+    run.placed("prefill", "ctx")
+    run.placed("decode", "gen")
+    run.gone("ctx")
+    sent = run.tick(FlowPolicy().rebind_wait_s + 0.1)
+    assert [type(frame) for _, frame in sent] == [Cancel, Done, Place]
+
+
+def test_a_dead_ctx_without_a_gen_costs_an_attempt_whoever_draws_the_first_token():
+    run = Run(policy=REPLAYS)
+    run.placed("prefill", "ctx")
+    assert [type(frame) for _, frame in run.gone("ctx")] == [Done, Place]
 
 
 def test_a_gen_bound_before_the_first_token():
