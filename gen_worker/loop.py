@@ -135,7 +135,7 @@ class GenLoop:
             self._handle(event)
         for request, why in self._grammars.ready():
             self._enqueue(request) if why is None else self._fail(request, "grammar", why, False)
-        for request in self.scheduler.admissible():
+        for request in self.scheduler.admissible(self._promised()):
             self._join(request)
 
     def _handle(self, event: LoopEvent) -> None:
@@ -328,10 +328,14 @@ class GenLoop:
         """True if pages beside the sequence's own are in use: the transfer thread's, which will come back."""
         return self.kv.counts().used > len(set(sequence.pages) - {SCRATCH_PAGE})
 
+    def _promised(self) -> int:
+        """Rows that prefills which have their pages will decode with: as good as taken, whenever those end."""
+        return sum(len(s.samplers) for s in self.prefill or () if s.pages)
+
     def _reserve(self, sequence: Sequence) -> bool:
         """Pages for a prefill, if the oldest request here keeps what it may still need."""
         holders = [r for r in self._requests.values() if any(s.pages for s in r.sequences)]
-        if holders and not self.scheduler.has_slot(max(1, len(sequence.samplers))):
+        if holders and not self.scheduler.has_slot(max(1, len(sequence.samplers)), self._promised()):
             return False
         if not reserve(self.kv, sequence, self.engine.copy_pages, spare=self.scheduler.oldest_growth(holders)):
             return False

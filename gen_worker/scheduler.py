@@ -91,20 +91,25 @@ class DecodeScheduler:
         if request in self.waiting:
             self.waiting.remove(request)
 
-    def admissible(self) -> list[Request]:
-        """Hand-offs that may join now. One with more samples than slots joins an empty batch."""
-        slots = self.max_rows - len(self.running)
+    def admissible(self, promised: int = 0) -> list[Request]:
+        """Hand-offs that may join now. One with more samples than slots joins an empty batch.
+
+        Args:
+            promised: rows that what is being prefilled here will decode with.
+        """
+        taken = len(self.running) + promised
         chosen: list[Request] = []
         for request in self.waiting[: self._max_admissions]:
-            if request.num_rows > slots and (self.running or chosen):
+            if taken and taken + request.num_rows > self.max_rows:
                 break
             chosen.append(request)
-            slots -= request.num_rows
+            taken += request.num_rows
         return chosen
 
-    def has_slot(self, num_samples: int) -> bool:
-        """Whether a prefill may start whose samples will decode here."""
-        return not self.running or len(self.running) + num_samples <= self.max_rows
+    def has_slot(self, num_samples: int, promised: int = 0) -> bool:
+        """Whether a prefill may start whose samples will decode here. `promised` as above."""
+        taken = len(self.running) + promised
+        return not taken or taken + num_samples <= self.max_rows
 
     def rows(self) -> list[Sequence]:
         """Sequences that decode in this pass, oldest first."""

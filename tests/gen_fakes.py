@@ -86,6 +86,7 @@ class Gen:
         shadow: ShadowConfig | None = None,
         hasher: BlockHasher | None = None,
         ahead: bool = False,
+        replay: int = 0,
     ) -> None:
         self.clock = Clock()
         self.window = window
@@ -100,7 +101,8 @@ class Gen:
         )
         self.loop = GenLoop(
             self.engine, self.kv, self.node, self.scheduler, self.prefill,
-            eos_ids=EOS_IDS, hasher=hasher, shadow=shadow, run_ahead=self.engine if ahead else None, clock=self.clock,
+            eos_ids=EOS_IDS, hasher=hasher, shadow=shadow, run_ahead=self.engine if ahead else None,
+            replay_tokens=replay, clock=self.clock,
         )  # fmt: skip
         self.node.events.append(FaultsSet(True))
         self.loop.run_pass()
@@ -111,11 +113,11 @@ class Gen:
         """What the node does at bind and read: pages with the prompt's state, held; None if they do not fit."""
         layout = self.kv.layout
         first = layout.first_needed_page(handoff.num_tokens)
-        pages = self.kv.allocate(layout.num_pages(handoff.num_tokens) - first)
+        pages = self.kv.allocate(layout.num_pages(len(prompt) + len(output)) - first)
         if pages is None:
             return None
         table = [SCRATCH_PAGE] * first + pages
-        ids = [*prompt, *output]
+        ids = [*prompt, *output][: handoff.num_tokens]
         for position in range(first * layout.tokens_per_page, len(ids)):
             page, offset = divmod(position, layout.tokens_per_page)
             self.engine.memory[table[page], offset] = ids[position]

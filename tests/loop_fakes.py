@@ -19,7 +19,7 @@ from tailrace.kv_cache.manager import KvManager
 from tailrace.model.sampling_params import SamplingParams
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
 from tailrace.transfer.loop_events import Key, LoopEvent, LoopStats, PrefillResult, Turn
-from tailrace.transfer.messages import Delta, Handoff, Submit, pack_ids, unpack_ids
+from tailrace.transfer.messages import Delta, Handoff, Submit, handed_tokens, pack_ids, unpack_ids
 
 EOS = 3
 EOS_IDS = frozenset({EOS})
@@ -274,9 +274,10 @@ def handoff_of(
     finished: Sequence[bool] | None = None,
     forced=None,
     window: int | None = None,
+    left_to_gen: int = 0,
     **params,
 ) -> Handoff:
-    """The record ctx makes: first tokens as `expected_tokens` has them."""
+    """The record ctx makes: first tokens as `expected_tokens` has them, or none if gen is to draw them."""
     made = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params})
     firsts = [
         expected_tokens(prompt, made, sample=s, output=output, forced=forced, window=window)[0][0]
@@ -287,9 +288,9 @@ def handoff_of(
         request=name,
         attempt=0,
         num_prompt_tokens=len(prompt),
-        num_tokens=len(prompt) + len(output),
-        first_tokens=tuple(firsts),
-        finished=tuple(finished or (False,) * samples),
+        num_tokens=handed_tokens(len(prompt) + len(output), left_to_gen),
+        first_tokens=() if left_to_gen else tuple(firsts),
+        finished=() if left_to_gen else tuple(finished or (False,) * samples),
         tail_ids=pack_ids(tail_ids),
         counts={},
         output_ids=pack_ids(list(output)),
@@ -299,4 +300,5 @@ def handoff_of(
         samples=samples,
         priority=priority,
         lease_s=5.0,
+        left_to_gen=left_to_gen,
     )
