@@ -15,7 +15,7 @@ import numpy as np
 
 from tailrace.kernels.device_memory import DeviceError, Memory, MemoryProvider
 from tailrace.kv_cache.arena import Arena
-from tailrace.kv_cache.device_pool import DevicePool
+from tailrace.kv_cache.device_pool import KNOWN_BYTES, DevicePool
 from tailrace.model.errors import PeerError
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,12 @@ class PoolInfo:
         if not isinstance(values, list) or [type(value) for value in values] != _KINDS or values[0] != VERSION:
             raise PeerError(f"what the peer says of its memory is not of version {VERSION}")
         info = cls(*values)
-        if not 0 < info.num_pages * info.bytes_per_page <= info.known_at < info.nbytes:
-            raise PeerError(f"{info.num_pages} pages of {info.bytes_per_page} bytes in memory of {info.nbytes} bytes")
+        pages, known = info.num_pages * info.bytes_per_page, info.known_at
+        if info.num_pages < 1 or not 0 < pages <= known or known + KNOWN_BYTES > info.nbytes or known % KNOWN_BYTES:
+            raise PeerError(
+                f"{info.num_pages} pages of {info.bytes_per_page} bytes and, from {known} on, {KNOWN_BYTES} known ones "
+                f"in memory of {info.nbytes} bytes"
+            )
         return info
 
 
