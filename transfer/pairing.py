@@ -9,6 +9,9 @@ may differ: then pages are converted (transports/conversion.py). Any other diffe
 go on. A refused peer is asked again seldom, because only a restart can change its answer; one that does not answer is
 dialled again with back-off. Belongs to the transfer thread's event loop. Knows no request. A link's end is reported,
 and is no death.
+
+What peers and transports are known to raise (PeerError, OSError) costs a pair some time. A fault that nobody foresaw
+ends the process, as any other on the transfer thread does.
 """
 
 from __future__ import annotations
@@ -236,20 +239,14 @@ class PairDialer:
                 task = self._tasks[boot] = asyncio.create_task(self._keep(peer), name=f"pair-{peer.worker}")
                 task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """A fault that nobody foresaw, of a transport's probe perhaps: said, and after a while the pair is tried again;
-        the others are served meanwhile."""
+    @staticmethod
+    def _ended(task: asyncio.Task[None]) -> None:
+        """A fault that nobody foresaw: books and cores may be half changed, so the event loop's handler is told, which
+        ends the process. (A probe's is another matter: it changes nothing of ours, see `_probe`.)"""
         error = None if task.cancelled() else task.exception()
-        boot = next((boot for boot, other in self._tasks.items() if other is task), None)
-        if error is None or boot is None:
-            return
-        log.error("pairing_failed", exc_info=error, extra={"fields": {"boot": boot, "reason": repr(error)}})
-        asyncio.get_running_loop().call_later(REFUSED_RETRY_S, self._again, boot, task)
-
-    def _again(self, boot: str, ended: asyncio.Task[None]) -> None:
-        if self._tasks.get(boot) is ended:
-            del self._tasks[boot]
-            self.want(self._wanted.values())
+        if error is not None:
+            what = {"message": f"{task.get_name()} failed", "exception": error, "task": task}
+            task.get_loop().call_exception_handler(what)
 
     def also(self, peer: PeerAddress) -> None:
         """One more, besides the set."""
@@ -308,7 +305,7 @@ class PairDialer:
                     log.error("pair_refused", extra={"fields": {"worker": peer.worker, "reason": str(error)}})
                 self.refused[peer.boot] = str(error)
                 retry_s = REFUSED_RETRY_S
-            except PeerError as error:
+            except (OSError, PeerError) as error:
                 if str(error) != said:
                     log.warning("pair_not_made", extra={"fields": {"worker": peer.worker, "reason": str(error)}})
                 said = str(error)
@@ -368,10 +365,26 @@ class PairDialer:
         except PeerError as error:
             return str(error)
         self._news.set()
-        if await asyncio.get_running_loop().run_in_executor(None, transport.probe, boot):
-            return None
-        transport.disconnect(boot)
-        return "the probe's page did not come over intact"
+        why = await self._probe(transport, boot)
+        if why is not None:
+            transport.disconnect(boot)
+        return why
+
+    @staticmethod
+    async def _probe(transport: Transport, boot: str) -> str | None:
+        """None if known bytes come over, else why not. Whatever it raises (a kernel cannot be compiled, say) says only
+        that this transport does not work for this pair: it runs in a thread of its own and writes nothing of ours."""
+        probing = asyncio.get_running_loop().run_in_executor(None, transport.probe, boot)
+        try:
+            await asyncio.wait([probing])
+        finally:
+            probing.cancel()  # if the pair was retired meanwhile, nobody asks for its end
+        error = probing.exception()
+        if error is not None:
+            fields = {"boot": boot, "transport": transport.name, "reason": repr(error)}
+            log.error("probe_failed", exc_info=error, extra={"fields": fields})
+            return f"its probe failed: {error!r}"
+        return None if probing.result() else "the probe's page did not come over intact"
 
 
 class _Session:

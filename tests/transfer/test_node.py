@@ -10,7 +10,7 @@ import pytest
 from handoff_sim import layout
 from node_rig import COMPAT, CORE, KEY, PAGES, Hub, event, finish, prefill, submit, until
 
-from tailrace.model.errors import ConfigError
+from tailrace.model.errors import ConfigError, LedgerError
 from tailrace.transfer.loop_events import Admitted, Arrived, Cancelled, DrainAsked, FaultsSet
 from tailrace.transfer.messages import (
     NOT_HELD,
@@ -38,7 +38,8 @@ from tailrace.transfer.messages import (
 )
 from tailrace.transfer.metrics import exposition
 from tailrace.transfer.node import TICK_S, NodeFailed
-from tailrace.transfer.switchboard import CHECK_AFTER_S
+from tailrace.transfer.switchboard import CHECK_AFTER_S, Switchboard
+from tailrace.transfer.transports.shm import ShmTransport
 
 # ------------------------------------------------------------------------------------------------------------- hand-off
 
@@ -421,6 +422,45 @@ def test_a_boot_that_was_declared_dead_ends_its_process(one_rig):
     rig.router.send("g0", Deaths((rig.gen.config.boot,)))
     with pytest.raises(NodeFailed, match="declared dead"):
         until(lambda: rig.gen.poll_events() and False)
+
+
+def test_a_probe_that_fails_in_a_way_nobody_foresaw_costs_its_pair_some_time_and_nothing_else(
+    one_rig, monkeypatch, caplog
+):
+    """A kernel that cannot be compiled, say: told with its trace, the transport passed over, tried again later."""
+    rig = one_rig()
+    probe, tries = ShmTransport.probe, []
+
+    def failing(self: ShmTransport, boot: str) -> bool:
+        tries.append(boot)
+        if len(tries) == 1:
+            raise RuntimeError("a kernel cannot be compiled")
+        return probe(self, boot)
+
+    monkeypatch.setattr(ShmTransport, "probe", failing)
+    rig.follow(rig.ctx, rig.gen)
+    rig.router.send("g0", Peers((rig.peer(rig.ctx),)))
+    until(lambda: rig.gen.ready_pairs)
+    assert len(tries) == 2
+    (told,) = [record for record in caplog.records if record.message == "probe_failed"]
+    assert told.exc_info and "cannot be compiled" in told.fields["reason"]
+    (why,) = [record for record in caplog.records if record.message == "pair_not_made"]
+    assert "cannot be compiled" in why.fields["reason"]
+
+
+def test_a_fault_of_the_books_while_a_pair_is_made_ends_the_process(one_rig, monkeypatch):
+    """It may have changed half of what it changes: nobody goes on with that."""
+    rig = one_rig()
+
+    def broken(self: Switchboard, boot: str, transport: object, compat: object) -> None:
+        raise LedgerError("a page is free and held")
+
+    monkeypatch.setattr(Switchboard, "pair_up", broken)
+    rig.follow(rig.ctx, rig.gen)
+    rig.router.send("g0", Peers((rig.peer(rig.ctx),)))
+    with pytest.raises(NodeFailed, match="a page is free and held"):
+        until(lambda: rig.gen.poll_events() and False)
+    rig.ctx.poll_events()
 
 
 # ------------------------------------------------------------------------------------------------------- life and death
