@@ -3,7 +3,11 @@
     {"t": 1764521.123, "level": "INFO", "process": "ctx-0", "at": "tailrace.transfer.node", "event": "pair_ready", ...}
 
 Repeats of one event by one module within a second are counted, not written, beyond `BURST`: an engine's death may not
-flood the log. Knows nothing of what is logged. Other libraries' records pass from WARNING on.
+flood the log. Knows nothing of what is logged. Other libraries' records are written alike from WARNING on, unless the
+process has somewhere else to put them.
+
+Where Serve does not log to stderr it puts a logger of its own in place of `sys.stderr`, at INFO, which its level then
+drops: so records go to the process's own stderr, which Ray keeps in a file.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from collections.abc import Callable
 BURST = 20
 WINDOW_S = 1.0
 _OURS = "tailrace"
-_handler: logging.Handler | None = None
+_handlers: list[tuple[logging.Logger, logging.Handler]] = []
 
 
 class JsonFormatter(logging.Formatter):
@@ -65,17 +69,23 @@ class RateLimit(logging.Filter):
 
 def configure(level: str, process: str) -> None:
     """Log to stderr as `process`; calling it again replaces the earlier set-up (a replica that is made anew)."""
-    global _handler
-    ours = logging.getLogger(_OURS)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process))
-    handler.addFilter(RateLimit())
-    if _handler is not None:
-        ours.removeHandler(_handler)
-    ours.addHandler(handler)
+    for logger, handler in _handlers:
+        logger.removeHandler(handler)
+    _handlers.clear()
+    ours, root = logging.getLogger(_OURS), logging.getLogger()
+    _add(ours, process)
     ours.setLevel(level)
     ours.propagate = False
-    _handler = handler
+    if not root.handlers:
+        _add(root, process)
+
+
+def _add(logger: logging.Logger, process: str) -> None:
+    handler = logging.StreamHandler(sys.__stderr__)
+    handler.setFormatter(JsonFormatter(process))
+    handler.addFilter(RateLimit())
+    logger.addHandler(handler)
+    _handlers.append((logger, handler))
 
 
 def versions() -> dict[str, str]:

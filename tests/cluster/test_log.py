@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 
 from tailrace.cluster.log import BURST, JsonFormatter, RateLimit, versions
 
@@ -43,3 +45,34 @@ def test_the_start_record_names_versions_and_places():
     found = versions()
     assert found["torch"].startswith("2.") and "site-packages" in found["torch"]
     assert {"python", "torch", "ray"} <= set(found)
+
+
+def written(script: str) -> list[dict]:
+    """Rows on the stderr of a process that runs the script, in which something else stands in place of sys.stderr."""
+    before = "import asyncio, io, logging, sys; from tailrace.cluster import log as logs; sys.stderr = io.StringIO()\n"
+    after = "\nassert not sys.stderr.getvalue()"
+    run = subprocess.run([sys.executable, "-c", before + script + after], capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in run.stderr.splitlines()]
+
+
+def test_records_reach_the_process_s_own_stderr_whatever_stands_in_its_place():
+    (row,) = written("""
+logs.configure("INFO", "first")
+logs.configure("INFO", "router")
+logging.getLogger("tailrace.router.core").info("worker_dead", extra={"fields": {"worker": "ctx-0"}})
+""")
+    assert (row["process"], row["event"], row["worker"]) == ("router", "worker_dead", "ctx-0")
+
+
+def test_other_libraries_faults_are_written_with_their_trace_and_their_chatter_is_not():
+    (row,) = written("""
+logs.configure("INFO", "first")
+logs.configure("INFO", "ingress-0")
+logging.getLogger("somebody").info("chatter")
+loop = asyncio.new_event_loop()
+loop.call_soon(lambda: {}["a callback's own fault"])
+loop.call_soon(loop.stop)
+loop.run_forever()
+loop.close()
+""")
+    assert row["at"] == "asyncio" and row["process"] == "ingress-0" and "KeyError" in row["traceback"]

@@ -190,6 +190,16 @@ def test_its_own_question_moved_exactly_the_prompts_pages(served: Served):
     assert served.first_wire_bytes == -(-count // PAGE_TOKENS) * PAGE_TOKENS * bytes_per_token
 
 
+def test_every_process_has_written_that_it_started(served: Served):
+    """Serve has put something else in place of its replicas' stderr."""
+    folder = psutil.Process(served.rank("ctx")).environ()["RAY_TMPDIR"]
+    lines = [x for f in Path(folder).glob("session_latest/logs/worker-*.err") for x in f.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    started = {row["process"] for row in rows if row["event"] in ("replica_starts", "rank_starts")}
+    assert started == {"router", "ingress", "ctx-0", "gen-0"}
+    assert {row["process"] for row in rows if row["event"] == "worker_ready"} == {"ctx-0", "gen-0"}
+
+
 def test_prefill_and_decode_run_in_different_processes(served: Served):
     assert served.rank("ctx") != served.rank("gen")
     assert served.metric("tailrace_local_prefills_total") == 0
