@@ -21,7 +21,7 @@ import numpy as np
 
 from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.kv_cache.manager import KvManager
-from tailrace.model.errors import ConfigError, PeerError, WorkerError
+from tailrace.model.errors import ConfigError, PeerError, TailraceError, WorkerError
 from tailrace.transfer import core_events as ce
 from tailrace.transfer.faults import Faults
 from tailrace.transfer.links import listen
@@ -233,12 +233,16 @@ class Node:
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._run())
+        except TailraceError as error:  # the loop's next call raises it
+            self._failure = self._failure or error
         except BaseException as error:
             self._failure = self._failure or error
             raise
         finally:
             if self._failure is not None:
-                log.critical("transfer_thread_failed", extra={"fields": {"reason": repr(self._failure)}})
+                trace = None if isinstance(self._failure, TailraceError) else self._failure  # ours say enough
+                fields = {"reason": repr(self._failure)}
+                log.critical("transfer_thread_failed", exc_info=trace, extra={"fields": fields})
             self._started.set()
             self._events_there.set()
 

@@ -1,6 +1,7 @@
 """Two nodes in one process over real sockets and real transports: pairing, a hand-off, failures, the router's link."""
 
 import json
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -416,12 +417,35 @@ def test_a_drain_is_told_to_loop_and_router_and_refuses_new_work(one_rig):
     assert rig.ingress.expect(Fail).code == "refused"
 
 
-def test_a_boot_that_was_declared_dead_ends_its_process(one_rig):
+def test_a_boot_that_was_declared_dead_ends_its_process(one_rig, caplog, capfd):
     rig = one_rig()
     rig.follow(rig.gen)
     rig.router.send("g0", Deaths((rig.gen.config.boot,)))
     with pytest.raises(NodeFailed, match="declared dead"):
         until(lambda: rig.gen.poll_events() and False)
+    rig.gen._thread.join(5)
+    (record,) = [r for r in caplog.records if r.levelno == logging.CRITICAL]
+    assert record.msg == "transfer_thread_failed" and not record.exc_info, "what is expected is told in one line"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_fault_of_the_transfer_thread_is_told_once_and_with_its_trace(one_rig, caplog):
+    rig = one_rig()
+    rig.gen._call(lambda: {}["a callback's own fault"])
+    with pytest.raises(NodeFailed, match="callback"):
+        until(lambda: rig.gen.poll_events() and False)
+    rig.gen._thread.join(5)
+    (record,) = [r for r in caplog.records if r.levelno == logging.CRITICAL]
+    assert record.msg == "transfer_thread_failed" and record.exc_info[0] is KeyError
+
+
+def test_what_a_dead_peers_pages_went_through_is_forgotten(one_rig):
+    rig = one_rig()
+    rig.follow(rig.gen)
+    rig.pair()
+    until(lambda: rig.ctx.config.boot in rig.gen._board._codecs)
+    rig.router.send("g0", Deaths((rig.ctx.config.boot,)))
+    until(lambda: rig.ctx.config.boot not in rig.gen._board._codecs)
 
 
 def test_a_probe_that_fails_in_a_way_nobody_foresaw_costs_its_pair_some_time_and_nothing_else(
