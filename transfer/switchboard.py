@@ -5,8 +5,7 @@
     a gen        Hello Want Release Fail  ->  ctx core        a ctx  Ready Handoff Valid Expired Fail  ->  gen core
     transports   ReadDone PostDone LandedIn  ->  cores
 
-It decides nothing of the protocol. Not thread-safe: node.py carries calls over. An exception out of it ends the
-process.
+Decides nothing of the protocol. Not thread-safe: node.py carries calls over. An exception out of it ends the process.
 """
 
 from __future__ import annotations
@@ -534,6 +533,7 @@ class Switchboard:
                 for transport in self._transports:
                     transport.disconnect(boot)
             self.pairs.retire(boot)
+            self._codecs.pop(boot, None)
         self.feed_all(ce.FromRouter(frame))
         self._ways.dead(frame.boots)
 
