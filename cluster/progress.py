@@ -53,8 +53,8 @@ class ProgressStamp:
         stamp, fraction, index = _ROW.unpack(self._memory[: _ROW.size])
         return Progress(PHASES[index], stamp, fraction)
 
-    def close(self) -> None:
-        self._memory.close()
+    def close_file(self) -> None:
+        """Whoever is to open it has it by now; what is mapped here stays until this object goes."""
         os.close(self.fd)
 
 

@@ -5,8 +5,8 @@
 
 The main thread is the worker's loop, or at a further rank the one that follows rank 0. Thread settings are made before
 torch is imported, since its OpenMP reads them once: spinning threads of two workers on two cores cost more than they
-compute. The process dies with its supervisor (parent-death signal), and on any failure with one log record and a
-non-zero status. SIGTERM to rank 0 ends all in order: followers told, sockets closed, arenas unlinked.
+compute. The process dies with its supervisor (parent-death signal), and on any failure, of whichever thread, with one
+log record and a non-zero status. SIGTERM to rank 0 ends all in order: followers told, sockets closed, arenas unlinked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tailrace.cluster.launcher import check_port_free
 from tailrace.cluster.progress import Phase, ProgressStamp
 from tailrace.cluster.spec import RankSpec
 from tailrace.cluster.ties import Ties
-from tailrace.model.errors import TailraceError
+from tailrace.model.errors import TailraceError, WorkerError
 
 if TYPE_CHECKING:
     from tailrace.cluster.worker import Worker
@@ -94,6 +94,7 @@ def run_rank(spec: RankSpec, report: Report, stamp: Stamp, follow: Follow, ties:
 
         run_follower(spec, config, ties, threads, lambda phase, done: stamp(phase, done, None))
         return
+    deaths = threading.excepthook = ThreadDeaths(stop)
     check_port_free(spec.host, spec.port, "the worker's links")  # importing and loading would take seconds first
     from tailrace.cluster.worker import Worker  # imports torch
 
@@ -109,9 +110,38 @@ def run_rank(spec: RankSpec, report: Report, stamp: Stamp, follow: Follow, ties:
         seconds = round(time.monotonic() - started, 2)
         log.info("rank_ready", extra={"fields": {"boot": worker.boot, "port": port, "seconds": seconds}})
         worker.run(stop)
+        deaths.raise_first()
     finally:
         worker.close()
     log.info("rank_ends", extra={"fields": {"boot": worker.boot}})
+
+
+class ThreadDeaths:
+    """Hears of threads that die of a fault, as threading.excepthook: without one of them (the one that follows the
+    router, say) the rank would live on and be of no use, so it ends.
+
+    Args:
+        stop: set then, which ends the loop.
+    """
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self._first: str | None = None
+
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit:
+            return
+        name = "?" if args.thread is None else args.thread.name
+        log.error(
+            "thread_failed", exc_info=args.exc_value, extra={"fields": {"thread": name, "reason": repr(args.exc_value)}}
+        )
+        self._first = self._first or f"thread {name!r} failed: {args.exc_value!r}"
+        self._stop.set()
+
+    def raise_first(self) -> None:
+        """Raises WorkerError if one has died."""
+        if self._first is not None:
+            raise WorkerError(self._first)
 
 
 def _on_sigterm(stop: threading.Event, number: int, frame: FrameType | None) -> None:

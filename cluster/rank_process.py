@@ -49,6 +49,7 @@ class RankProcess:
 
     async def start(self, command: Sequence[str], options: Sequence[str], fds: Sequence[int]) -> None:
         """Start it with the file descriptors `fds`, besides its own, and send its spec."""
+        assert self._process is None, "a rank is started once"
         read_fd, write_fd = os.pipe()
         own = (f"--parent={os.getpid()}", f"--report-fd={write_fd}", f"--stamp-fd={self.stamp.fd}")
         try:
@@ -56,8 +57,12 @@ class RankProcess:
                 *command, *own, *options, stdin=asyncio.subprocess.PIPE,
                 pass_fds=(write_fd, self.stamp.fd, *fds), start_new_session=True,
             )  # fmt: skip
+        except BaseException:
+            os.close(read_fd)
+            raise
         finally:
             os.close(write_fd)
+            self.stamp.close_file()  # what is mapped stays
         fields = {"worker": self.spec.name, "rank": self.spec.rank, "pid": self._process.pid}
         log.info("rank_started", extra={"fields": fields})
         self.send(self.spec.to_json())

@@ -69,6 +69,7 @@ class Supervisor:
         self._ranks = [RankProcess(replace(spec, rank=rank), self._heard) for rank in range(tp)]
         self._lost: RankProcess | None = None  # the rank that ended first
         self._tasks: list[asyncio.Task[None]] = []
+        self._following: asyncio.Task[None] | None = None
         self._news, self._drained, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._stopping = False
         self._published: Entry = {}
@@ -96,7 +97,7 @@ class Supervisor:
         """
         await self._start_ranks()
         self._tasks += [asyncio.create_task(self._watch(rank)) for rank in self._ranks]
-        self._tasks.append(asyncio.create_task(self._follow_router()))
+        self._following = asyncio.create_task(self._follow_router())
         while self.ready is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), WATCH_S)
@@ -112,9 +113,14 @@ class Supervisor:
         return self.ready
 
     def check(self) -> None:
-        """Return if the worker is well; raise WorkerError once a rank is dead or stuck. All ranks are killed first."""
+        """Return if the worker is well; raise WorkerError once a rank is dead or stuck, or nobody tells it any more
+        where the router is. All ranks are killed first."""
+        if self._stopping:
+            return
         reason = self._reason()
-        if reason is None or self._stopping:
+        if reason is None and self._following is not None and self._following.done():
+            reason = f"following the router failed: {self._following.exception()!r}"
+        if reason is None:
             return
         log.error("worker_lost", extra={"fields": {"worker": self.spec.name, "reason": reason}})
         self._signal(signal.SIGKILL)
@@ -194,8 +200,9 @@ class Supervisor:
         watching = self._tasks[: len(started)]
         if watching:
             await asyncio.wait(watching)  # they have seen the end, and so has who waits for it
-        for task in self._tasks:
-            task.cancel()
+        for task in (*self._tasks, self._following):
+            if task is not None:
+                task.cancel()
         for rank in started:
             rank.stop_listening()
 

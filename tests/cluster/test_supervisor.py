@@ -1,10 +1,12 @@
 """A supervisor against rank processes that live, fail, die, hang and will not go."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from tailrace.cluster.discovery import FileDirectory
 from tailrace.cluster.progress import PhaseLimits, Progress, ProgressStamp, verdict
+from tailrace.cluster.rank import ThreadDeaths
 from tailrace.cluster.spec import RankSpec
 from tailrace.cluster.supervisor import Supervisor
 from tailrace.model.errors import ConfigError, WorkerError
@@ -68,6 +71,70 @@ async def test_a_failed_start_tells_the_ranks_own_reason(tmp_path):
         await s.start()
     await s.stop()
     assert s.directory.lookup("worker.ctx-0")["reason"] == "kv_bytes: too small for this model"
+
+
+class Broken(FileDirectory):
+    """A store whose answers nobody foresaw, once `breaks` is set."""
+
+    breaks = False
+
+    def lookup(self, name):
+        if self.breaks:
+            raise TypeError("an answer of no known kind")
+        return super().lookup(name)
+
+
+async def test_a_worker_that_is_no_longer_told_where_the_router_is_is_replaced(tmp_path):
+    s = supervisor(tmp_path, "lives")
+    s.directory = Broken(tmp_path / "dir")
+    await s.start()
+    s.check()
+    s.directory.breaks = True
+    await until(lambda: s._following.done())
+    with pytest.raises(WorkerError, match="following the router failed: TypeError"):
+        s.check()
+    await s.stop()
+    s.check()
+
+
+async def test_no_file_stays_open_behind_a_rank_whether_it_started_or_not(tmp_path):
+    def files() -> set[str]:
+        gc.collect()
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return {os.readlink(link) for link in links if os.path.lexists(link)}
+
+    await asyncio.to_thread(time.sleep, 0)  # its thread has files of its own
+    before = files()
+    s = supervisor(tmp_path, "lives")
+    await s.start()
+    await s.stop()
+    del s
+    s = supervisor(tmp_path, "lives")
+    s.command = ("/no/such/program",)
+    with pytest.raises(FileNotFoundError):
+        await s.start()
+    del s
+    await until(lambda: files() <= before)
+
+
+def test_a_thread_that_dies_of_a_fault_ends_its_rank(monkeypatch, caplog):
+    stop = threading.Event()
+    deaths = ThreadDeaths(stop)
+    deaths.raise_first()
+    monkeypatch.setattr(threading, "excepthook", deaths)
+    for end in (SystemExit(0), KeyError("host")):
+        thread = threading.Thread(target=_raise, args=(end,), name="follow")
+        thread.start()
+        thread.join()
+        assert stop.is_set() == isinstance(end, KeyError)
+    with pytest.raises(WorkerError, match="thread 'follow' failed: KeyError"):
+        deaths.raise_first()
+    (record,) = caplog.records
+    assert record.msg == "thread_failed" and record.fields["thread"] == "follow" and record.exc_info
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 async def test_a_rank_that_dies_in_load_is_a_failed_start(tmp_path):
@@ -195,8 +262,10 @@ def test_a_stamp_is_read_as_written():
     stamp.write("compile", 0.25, at=12.5)
     other = ProgressStamp(os.dup(stamp.fd))
     assert other.read() == Progress("compile", 12.5, 0.25)
-    stamp.close()
-    other.close()
+    stamp.close_file()
+    other.write("run", 0.0, at=13.0)
+    assert stamp.read().stamp == 13.0
+    other.close_file()
 
 
 def test_a_worker_without_a_role_is_refused():
