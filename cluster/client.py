@@ -9,21 +9,28 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tailrace.model.errors import PeerError
+from tailrace.model.errors import ConfigError, PeerError
 
 CONNECT_S = 2.0
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class Client:
-    """One server. Every method raises PeerError if it is not there or answers with an error."""
+    """One server. Every method raises PeerError if it is not there or answers with an error.
+
+    Raises:
+        ConfigError: `url` is none.
+    """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_S), trust_env=False
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_S), trust_env=False
+            )
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{url}: {error}") from None
 
     def __enter__(self) -> Client:
         return self
@@ -47,9 +54,12 @@ class Client:
         try:
             answer = self._http.get("/cluster", timeout=10)
             answer.raise_for_status()
-            return answer.json()
+            body = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise PeerError(f"{self.url}/cluster: {error}") from None
+        if not isinstance(body, dict) or "pools" not in body:
+            raise PeerError(f"{self.url}/cluster answers, but not as a router or an ingress of ours")
+        return body
 
     def metrics(self) -> Samples:
         """What /metrics says: sample name -> ((labels, value), ...)."""

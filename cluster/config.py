@@ -573,7 +573,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     if document is None:
         return {}

@@ -56,7 +56,8 @@ class Plan:
     @property
     def operators_url(self) -> str:
         """Where /metrics is: on the operators' port, or on the clients' if that one is unknown."""
-        return f"http://127.0.0.1:{self.config.operators_port}" if self.config.operators_port else self.url
+        host, port = self.config.operators_host, self.config.operators_port
+        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}" if port else self.url
 
     @property
     def key(self) -> str | None:
@@ -69,20 +70,34 @@ def make_plan(file: Path, port: int | None, operators_port: int | None) -> Plan:
     args = dict(read_args(file))
     if operators_port is not None:
         args["operators_port"] = operators_port
-    options = read_yaml(file).get("http_options") or {}
-    host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000)) if port is None else port
+    host, said = _http_address(file)
+    port = said if port is None else port
     config = load_config(args)
     derive(config, open_source(config.model).config)
     _check_shared_memory(config)
     check_port_free(host, port, "http_options.port (--port)")
     if config.operators_port:
-        check_port_free("0.0.0.0", config.operators_port, "operators_port (--operators-port)")
+        check_port_free(config.operators_host, config.operators_port, "operators_port (--operators-port)")
     if port == config.operators_port:
         raise ConfigError(f"operators_port: {port} is the clients' port too")
     return Plan(args, config, host, port)
 
 
+def _http_address(file: Path) -> tuple[str, int]:
+    """Host and port of the clients, from a Serve YAML's own section."""
+    options = read_yaml(file).get("http_options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"{file}: http_options is a {type(options).__name__}, not a mapping")
+    port = options.get("port", 8000)
+    if type(port) is not int or not 0 < port < 65536:
+        raise ConfigError(f"{file}: http_options.port: {port!r} is no port")
+    return str(options.get("host", "127.0.0.1")), port
+
+
 def _check_shared_memory(config: TailraceConfig) -> None:
+    """Of pools that are sure to stand there: on GPUs they take the GPUs' memory."""
+    if config.device == "cuda":
+        return
     needed = sum(config.pool(role).replicas * config.pool_bytes(role) for role in ("ctx", "gen"))
     room = os.statvfs(SHARED_MEMORY)
     free = room.f_bavail * room.f_frsize
@@ -97,8 +112,9 @@ def serve_until_stopped(plan: Plan, console: Console, *, ask: bool) -> None:
     with _stop_signals() as stop, cluster:
         stop.install()  # Ray has put its own handlers in place
         _deploy(plan, console, stop)
-        if ask and not stop.asked:
-            _ask(plan, console)
+        with stop.breaking_off():
+            if ask and not stop.asked:
+                _ask(plan, console)
         if not stop.asked:
             console.print("\n[bold]serving[/bold]; Ctrl-C ends it")
         while not stop.asked and cluster.alive():
@@ -111,10 +127,23 @@ def serve_until_stopped(plan: Plan, console: Console, *, ask: bool) -> None:
 
 
 class _Stop:
-    """Set by the first SIGINT or SIGTERM; a second SIGINT is for the impatient and interrupts the clean-up's waits."""
+    """Set by SIGINT or SIGTERM; the clean-up, which is bounded, is not interrupted by another one."""
 
     def __init__(self) -> None:
         self.asked = False
+        self._breaks_off = False
+
+    @contextlib.contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """What stands inside, which may wait for long and asks nobody, is broken off by the signal."""
+        self._breaks_off = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.asked:
+                raise
+        finally:
+            self._breaks_off = False
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -122,6 +151,9 @@ class _Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+        if self._breaks_off:
+            self._breaks_off = False
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -142,10 +174,12 @@ def _deploy(plan: Plan, console: Console, stop: _Stop) -> None:
     from tailrace.cluster.app import build
 
     failure: list[BaseException] = []
+    deployed = threading.Event()
 
     def run() -> None:
         try:
             serve.run(build(plan.args), name=plan.config.app_name, route_prefix="/")
+            deployed.set()
         except RuntimeError as error:  # what serve.run raises when a deployment fails
             failure.append(error)
 
@@ -159,10 +193,12 @@ def _deploy(plan: Plan, console: Console, stop: _Stop) -> None:
                 shown[f"{role}-{number}"] = bar.add_task(f"{role}-{number}", total=1.0, phase="waiting for Ray")
         whole = bar.add_task("cluster", total=1.0, phase="deploying")
         while not stop.asked:
-            if failure:
-                raise WorkerError("\n".join([f"the application did not come up: {failure[0]}", *_reasons(directory)]))
+            over = not thread.is_alive()
+            if failure or (over and not deployed.is_set()):
+                why = failure[0] if failure else "deploying ended with the fault that stands above"
+                raise WorkerError("\n".join([f"the application did not come up: {why}", *_reasons(directory)]))
             _show_workers(directory, bar, shown)
-            if not thread.is_alive():
+            if over:
                 status, reasons = client.ready()
                 bar.update(whole, phase=status if status == "ready" else "; ".join(reasons)[:60])
                 if status == "ready":
@@ -207,21 +243,32 @@ def _ask(plan: Plan, console: Console) -> None:
     console.print("\nask it yourself:\n")
     console.print(curl_line(plan), style="cyan", soft_wrap=True, markup=False, highlight=False)
     with Client(plan.url, plan.key) as client, Client(plan.operators_url) as operators:
+        before = _counters(operators)
         try:
-            before = operators.metrics()
             answer = client.chat([{"role": "user", "content": QUESTION}], temperature=0)
-            console.print(f"\n[bold]{QUESTION}[/bold]")
-            console.print(answer, markup=False, highlight=False)
-            console.print(_where(before, operators, plan), style="dim", highlight=False)
         except PeerError as error:
             console.print(f"\n[red]the question was not answered[/red]: {escape(str(error))}")
+            return
+        console.print(f"\n[bold]{QUESTION}[/bold]")
+        console.print(answer, markup=False, highlight=False)
+        console.print(_where(before, operators, plan), style="dim", highlight=False)
 
 
-def _where(before: Samples, operators: Client, plan: Plan) -> str:
+def _counters(operators: Client) -> Samples | None:
+    """None if nobody shows them at that address: they may be switched off, or bound to another."""
+    try:
+        return operators.metrics()
+    except PeerError:
+        return None
+
+
+def _where(before: Samples | None, operators: Client, plan: Plan) -> str:
     """Who computed the prompt and who the answer, from the workers' own counters, which come once a period."""
     end = time.monotonic() + 3 * plan.config.stats_period_s + 1
     while True:
-        after = operators.metrics()
+        after = _counters(operators)
+        if before is None or after is None:
+            return f"who computed it is not known: there is no /metrics at {operators.url}"
         prefill = _grown(before, after, POSITIONS)
         decode = {name: n for name, n in _grown(before, after, OUTPUTS).items() if n > 1}  # a ctx samples just one
         moved = sum(_grown(before, after, BYTES, kind="wire").values())

@@ -32,7 +32,7 @@ def load(path: Path) -> list[Entry]:
         raise ConfigError(f"{path}: there is no such file")
     for part in (_older(path), path):
         if part.exists():
-            whole = part.read_text().split("\n")
+            whole = part.read_text(errors="replace").split("\n")
             lines += whole[:-1]  # what follows the last newline was cut off, or is nothing
     return sorted(map(from_line, lines), key=lambda entry: entry.decision.at)
 
