@@ -185,7 +185,7 @@ class DeviceForward:
         """
         lasts = self._launch_body(rows, feed)
         picked = [pick.row for pick in picks]
-        others = [i for i in range(len(rows)) if i not in set(picked)] if len(picked) < len(rows) else []
+        others = sorted(set(range(len(rows))).difference(picked))
         draws = [_GREEDY if pick.draw is None else pick.draw for pick in picks]
         variant = max((draw.variant for draw in draws), key=VARIANTS.index, default=GREEDY)
         padded = self._pad_head(len(picks), variant)
