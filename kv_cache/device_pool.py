@@ -125,6 +125,6 @@ def _allocate(
             if len(old) != said:
                 said = len(old)
                 fields = {"mappings": said, "pids": sorted(old), "bytes": nbytes, "reason": str(error)}
-                log.warning("waiting for %d old mappings", said, extra={"fields": fields})
+                log.warning("waiting_for_old_mappings", extra={"fields": fields})
         waiting()
         time.sleep(_POLL_S)

@@ -312,8 +312,8 @@ def test_a_restarted_worker_waits_for_the_memory_that_old_mappings_keep_and_says
         pool = DevicePool.create(
             Full(4), "test", worker, "boot2", layout(4096), 8, waiting=lambda: waits.append(1)
         )  # fmt: skip
-    assert len(waits) == 3 and caplog.text.count("waiting for 1 old mappings") == 1
-    assert caplog.records[0].fields["pids"] == [holder.pid]
+    assert len(waits) == 3 and [record.msg for record in caplog.records][:1] == ["waiting_for_old_mappings"]
+    assert caplog.records[0].fields["mappings"] == 1 and caplog.records[0].fields["pids"] == [holder.pid]
     assert pool.pages.shape == (8, 4096) and not pool.pages.any()
     pool.close()
 
