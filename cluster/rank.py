@@ -56,16 +56,16 @@ def die_with_parent(parent: int) -> None:
 
 
 def set_thread_environment(threads: int | None, tp: int = 1) -> int:
-    """What OpenMP reads when torch is imported; returns the number of threads. To be called before that import.
+    """What OpenMP reads when torch is imported; returns the number of threads. RuntimeError: it has read other things.
 
     `threads`: of this rank; if None, this rank's share of the cores.
     """
-    if "torch" in sys.modules:
-        raise RuntimeError("torch is imported already: its OpenMP has read its settings")
     count = max(1, len(os.sched_getaffinity(0)) // tp) if threads is None else threads
-    os.environ["OMP_WAIT_POLICY"] = "passive"
-    os.environ["GOMP_SPINCOUNT"] = "0"
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(count)
+    wanted = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+    wanted |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
+    if "torch" in sys.modules and wanted.items() - os.environ.items():
+        raise RuntimeError("torch is imported already: its OpenMP has read other settings")
+    os.environ.update(wanted)
     return count
 
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked_process
 import psutil
 import pytest
 
@@ -65,7 +66,9 @@ def nothing_is_left_behind() -> Iterator[None]:
     """The last check of the session; it names what is left."""
     shm, sessions = _ours_in_shm(), _ray_sessions()
     yield
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)
+    started = psutil.Process().children(recursive=True)
+    forked_process.close()
+    _, alive = psutil.wait_procs(started, timeout=10)
     processes = [f"{p.pid}: {' '.join(p.cmdline())[:120]}" for p in alive if _is_ours(p)]
     assert not processes, f"processes are left: {processes}"
     # Elsewhere another cluster, or the other half of the tests, may run beside these.

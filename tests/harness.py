@@ -4,7 +4,8 @@
         cluster.openai().completions.create(...)
         cluster.kill("ctx-0"); cluster.start("ctx", "ctx-0"); cluster.quiet()
 
-Every process is the product's own `python -m tailrace.cluster.process`; only discovery is a folder instead of Ray.
+Every process is the product's own `tailrace.cluster.process`; only discovery is a folder instead of Ray. What serves on
+one CPU thread is forked from a process that has imported it (tests/forked_process.py).
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forked_process
 import httpx
 import pytest
 import torch
 import yaml
+from forked_process import Forked
 from prometheus_client.parser import text_string_to_metric_families
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
 class Process:
     """One started role; `ready` is the JSON line it printed."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[str] | Forked, log: Path) -> None:
         self.name, self.popen, self.log = name, popen, log
         self.ready: dict[str, Any] = {}
 
@@ -130,15 +133,25 @@ class LocalCluster:
         config = self.path / f"{name}.yaml"
         config.write_text(yaml.safe_dump(settings))
         log = self.path / f"{name}.log"
-        command = [sys.executable, *self.programs.get(name, ["-m", "tailrace.cluster.process"]), role]
-        command += ["--config", str(config), "--directory", str(self.path / "directory"), "--name", name]
-        command += self.options.get(name, [])
-        if self.max_open_files is not None:
-            command = ["prlimit", f"--nofile={self.max_open_files}", *command]
-        with log.open("a") as sink:
-            popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, text=True)
+        arguments = ["--config", str(config), "--directory", str(self.path / "directory"), "--name", name]
+        arguments += self.options.get(name, [])
+        if self._may_fork(role, name, settings):
+            popen = forked_process.start(role, arguments, log, self.max_open_files)
+        else:
+            command = [sys.executable, *self.programs.get(name, ["-m", "tailrace.cluster.process"]), role, *arguments]
+            if self.max_open_files is not None:
+                command = ["prlimit", f"--nofile={self.max_open_files}", *command]
+            with log.open("a") as sink:
+                popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, text=True)
         process = self.processes[name] = Process(name, popen, log)
         return process
+
+    def _may_fork(self, role: str, name: str, settings: dict[str, Any]) -> bool:
+        """Whether it imports what tests/forked_process.py has imported, in the same environment, and nothing else."""
+        if name in self.programs or settings["device"] != "cpu":
+            return False
+        pool = settings.get(role, {})
+        return role not in ("ctx", "gen") or (pool.get("threads") == 1 and pool.get("tp", 1) == 1)
 
     def start(self, role: str, name: str) -> Process:
         """Start a process (again) and wait until it serves."""

@@ -62,9 +62,9 @@ def test_a19_a_first_token_that_is_eos_ends_the_request_as_one_process_would(clu
     prompt = prompt_of(40, 1)
     forced = {"logit_bias": {str(EOS_ID): 100}, "ignore_eos": False}
     usual = min(timed(cluster, prompt_of(40, s), max_tokens=1)[0] for s in range(60, 64))
-    took, choice = timed(cluster, prompt, **forced)
-    assert choice["finish_reason"] == "stop" and choice["text"] == ""
-    assert took <= 2 * usual + 0.05
+    bound = [timed(cluster, prompt_of(40, s), **forced) for s in range(70, 74)]
+    assert all(choice["finish_reason"] == "stop" and choice["text"] == "" for _, choice in bound)
+    assert min(took for took, _ in bound) <= 2 * usual + 0.05
     bias = ((EOS_ID, 100.0),)
     for more in ({"min_tokens": 5}, {"ignore_eos": True}):
         want = expected(model, prompt, logit_bias=bias, **({"ignore_eos": False} | more)).samples[0]
