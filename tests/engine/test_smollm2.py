@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from oracle import Comparison, Reference, greedy, reference, transformers_refere
 
 from tailrace.kernels.paged_attention import PagedPool, RowSpan, plan_attention
 from tailrace.model.decoder import Decoder
+from tailrace.model.weights import load_weights
 
 PROMPTS = [
     "The capital of France is",
@@ -44,6 +47,17 @@ def smollm2(smollm2_transformers: Any) -> Reference:
     return reference("smollm2", max_num_tokens=128, num_pages=512)
 
 
+@pytest.fixture(scope="module")
+def served(smollm2: Reference) -> Callable[..., Reference]:
+    """served(quantized, **sizes) -> REF in bfloat16; the weights are loaded once."""
+
+    @functools.cache
+    def weights(quantized: bool) -> Any:
+        return load_weights(smollm2.source, dtype=torch.bfloat16, quantized=quantized)
+
+    return lambda quantized, **sizes: reference(smollm2.source, dtype="bfloat16", weights=weights(quantized), **sizes)
+
+
 def test_twenty_prompts_equal_transformers_in_float32(smollm2: Reference, smollm2_transformers: Any):
     oracle = smollm2_transformers(torch.float32)
     prompts = [smollm2.source.tokenizer.encode(text, special=False) for text in PROMPTS]
@@ -58,7 +72,9 @@ def test_twenty_prompts_equal_transformers_in_float32(smollm2: Reference, smollm
 
 @pytest.mark.parametrize(("chunk", "threads"), [(8, 1), (12, 1), (512, 2)])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_the_served_weights_answer_the_capital_of_france(smollm2: Reference, quantized: bool, chunk: int, threads: int):
+def test_the_served_weights_answer_the_capital_of_france(
+    smollm2: Reference, served: Callable[..., Reference], quantized: bool, chunk: int, threads: int
+):
     """Its first word is a near tie, so it is asked of every way to the same logits: other kernels round otherwise."""
     template = smollm2.source.chat_template
     assert template is not None
@@ -66,8 +82,7 @@ def test_the_served_weights_answer_the_capital_of_france(smollm2: Reference, qua
     prompt = smollm2.source.tokenizer.encode(text, special=True)
     torch.set_num_threads(threads)
     try:
-        served = reference(smollm2.source, dtype="bfloat16", quantized=quantized, max_num_tokens=chunk)
-        sample = served.generate([prompt], greedy(16, ignore_eos=False))[0].samples[0]
+        sample = served(quantized, max_num_tokens=chunk).generate([prompt], greedy(16, ignore_eos=False))[0].samples[0]
     finally:
         torch.set_num_threads(1)
     assert smollm2.source.tokenizer.decode(sample.ids, skip_special=True).strip() == "The capital of France is Paris."
@@ -77,43 +92,46 @@ def test_the_served_weights_answer_the_capital_of_france(smollm2: Reference, qua
 # ----------------------------------------------------------------------------------------------------- bf16, as served
 
 
-def text_ids(smollm2: Reference) -> list[list[int]]:
-    """Greedy continuations in float32: text that the model finds likely, and that no file has to hold."""
-    prompts = [smollm2.source.tokenizer.encode(text, special=False) for text in (PROMPTS[1], PROMPTS[3], PROMPTS[14])]
+def text_ids(ref: Reference) -> list[list[int]]:
+    """Sampled continuations: text that the model finds likely, and that no file has to hold."""
+    prompts = [ref.source.tokenizer.encode(text, special=False) for text in (PROMPTS[1], PROMPTS[3], PROMPTS[14])]
     sampled = greedy(PREFIX + TAIL, temperature=1.0, seed=3, logprobs=None)
-    results = smollm2.generate(prompts, sampled)
+    results = ref.generate(prompts, sampled)
     return [(prompt + result.ids)[: PREFIX + TAIL] for prompt, result in zip(prompts, results, strict=True)]
 
 
 @torch.inference_mode()
-def cached_transformers(model: Any, ids: list[int]) -> torch.Tensor:
-    """Log-probabilities [tokens, vocab] of its own cached path: a prefix at once, then token by token."""
-    out = model(torch.tensor([ids[:PREFIX]]), use_cache=True)
-    parts = [out.logits[0]]
-    for at in range(PREFIX, len(ids)):
-        out = model(torch.tensor([ids[at : at + 1]]), past_key_values=out.past_key_values, use_cache=True)
-        parts.append(out.logits[0])
-    return torch.cat(parts).float().log_softmax(-1)
+def cached_transformers(model: Any, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Log-probabilities [tokens, vocab] of each, of its own cached path: a prefix at once, then token by token."""
+    ids = torch.tensor(texts)
+    out = model(ids[:, :PREFIX], use_cache=True)
+    parts = [out.logits]
+    for at in range(PREFIX, ids.shape[1]):
+        out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+        parts.append(out.logits)
+    return list(torch.cat(parts, 1).float().log_softmax(-1))
 
 
 @torch.inference_mode()
-def ours(ref: Reference, ids: list[int]) -> torch.Tensor:
+def ours(ref: Reference, texts: list[list[int]]) -> list[torch.Tensor]:
     """The same through our decoder: two chunks, then token by token."""
     decoder, pool = Decoder(ref.weights), PagedPool(ref.pool)
-    pages = np.arange(1, 1 + ref.layout.num_pages(len(ids)), dtype=np.int32)
-    edges = [0, PREFIX // 2, *range(PREFIX, len(ids) + 1)]
+    ids = torch.tensor(texts)
+    each = ref.layout.num_pages(ids.shape[1])
+    pages = np.arange(1, 1 + len(texts) * each, dtype=np.int32).reshape(len(texts), each)
+    edges = [0, PREFIX // 2, *range(PREFIX, ids.shape[1] + 1)]
     parts = []
     for start, end in zip(edges, edges[1:], strict=False):
-        rows = [RowSpan(start, end - start, pages)]
+        rows = [RowSpan(start, end - start, own) for own in pages]
         pool.clear_fresh(rows)
-        new = torch.tensor(ids[start:end])
+        new = ids[:, start:end].reshape(-1)
         if len(new) <= decoder.max_few:  # as engine/forward.py chooses
             hidden = decoder.forward_few(new, rows, pool)
         else:
             plan = plan_attention(pool, rows, decoder.windows)
-            hidden = decoder.forward(new, torch.arange(start, end), pool, plan)
-        parts.append(decoder.logits(hidden))
-    return torch.cat(parts).log_softmax(-1)
+            hidden = decoder.forward(new, torch.arange(start, end).repeat(len(texts)), pool, plan)
+        parts.append(decoder.logits(hidden).view(len(texts), end - start, -1))
+    return list(torch.cat(parts, 1).log_softmax(-1))
 
 
 def quality(exact: list[torch.Tensor], found: list[torch.Tensor], part: slice) -> tuple[float, float]:
@@ -123,16 +141,15 @@ def quality(exact: list[torch.Tensor], found: list[torch.Tensor], part: slice) -
     return float(divergence), float((a.argmax(-1) != b.argmax(-1)).float().mean())
 
 
-def test_bf16_is_as_close_to_float32_as_transformers_is(smollm2: Reference, smollm2_transformers: Any):
+def test_bf16_is_as_close_to_float32_as_transformers_is(served: Callable[..., Reference], smollm2_transformers: Any):
     """Teacher-forced; the packed weights that are served and the dense ones; prefill and decode judged apart."""
-    texts = text_ids(smollm2)
+    texts = text_ids(served(True))
     full = smollm2_transformers(torch.float32)
     with torch.inference_mode():
-        exact = [full(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in texts]
-    theirs = [cached_transformers(smollm2_transformers(torch.bfloat16), ids) for ids in texts]
+        exact = list(full(torch.tensor(texts)).logits.log_softmax(-1))
+    theirs = cached_transformers(smollm2_transformers(torch.bfloat16), texts)
     for quantized in (True, False):
-        ref = reference(smollm2.source, dtype="bfloat16", quantized=quantized)
-        mine = [ours(ref, ids) for ids in texts]
+        mine = ours(served(quantized), texts)
         for part in (slice(0, PREFIX), slice(PREFIX, None)):
             count = sum(len(t[part]) for t in exact)
             their_kl, their_flips = quality(exact, theirs, part)
