@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -58,7 +58,7 @@ def check(
     if file is not None:
         config = load_file(file)
         source = open_source(model or config.model)
-        out.print(_sizes_table(config, derive(config, source.config)))
+        out.print(_sizes_table(config, derive(config, source.config), source.config))
     if model is not None:
         from tailrace.cluster.model_view import render
 
@@ -162,7 +162,7 @@ def _by_pool(values: dict[str, int]) -> str:
     return ", ".join(f"{value} ({role})" for role, value in values.items())
 
 
-def _sizes_table(config: TailraceConfig, sizes: Sizes) -> Table:
+def _sizes_table(config: TailraceConfig, sizes: Sizes, model: Any) -> Table:
     table = Table("derived", "value", title=f"{config.model}: valid", title_justify="left")
     total = 0
     for role in ("ctx", "gen"):
@@ -189,6 +189,7 @@ def _sizes_table(config: TailraceConfig, sizes: Sizes) -> Table:
         lower, upper = sizes.replay.encoder, sizes.replay.decoder
         loss = f"approximate ({sizes.replay_step})" if sizes.replay_step else "exact"
         table.add_row("tokens of a prompt left to gen", f"{lower}, of them {upper} through the upper layers: {loss}")
+        table.add_row("parameters that a ctx loads", f"{model.num_lower_parameters:,} of {model.num_parameters:,}")
     table.add_row("memory of pages in all", f"{total / 2**20:.1f} MiB, shared or the GPUs'")
     if config.device != "cpu" and isinstance(sizes.ctx_layout, PageLayout):
         for role in ("ctx", "gen"):

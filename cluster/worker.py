@@ -41,8 +41,9 @@ from tailrace.kv_cache.manager import KvManager
 from tailrace.model import drafting
 from tailrace.model.config import ModelConfig
 from tailrace.model.decoder import Decoder
+from tailrace.model.draft_rows import drafting_config
 from tailrace.model.errors import ConfigError, WorkerError
-from tailrace.model.family import RowDecoder
+from tailrace.model.family import FamilyConfig, RowDecoder
 from tailrace.model.ranks import AllReduce
 from tailrace.model.shard import Shard
 from tailrace.model.source import ModelSource, open_source
@@ -235,10 +236,17 @@ class Worker:
             quantized = self.config.weights == "quantized" and self.spec.role == "gen"  # prefills would not gain by it
             return load_weights(source, dtype=dtype, quantized=quantized, progress=progress, shard=self._shard)
         assert not isinstance(source.config, ModelConfig)
-        load = drafting.load if self.config.gen.drafts else source.family.load
-        decoder = load(source.tensors, source.config, dtype, layout.tokens_per_page, progress)
+        of = source.tensors, source.config, dtype, layout.tokens_per_page, progress
+        if self.sizes.replay is not None and self.spec.role == "ctx":
+            decoder: RowDecoder = source.family.load_lower(source.tensors, self._pages_of(source.config), *of[2:])
+        else:
+            decoder = drafting.load(*of) if self.config.gen.drafts else source.family.load(*of)
         source.tensors.drop_pages()
         return decoder
+
+    def _pages_of(self, config: FamilyConfig) -> FamilyConfig:
+        """The model whose rows the pages hold: with gen.drafts those of its draft block, too."""
+        return drafting_config(config) if self.config.gen.drafts else config
 
     def _hear_votes(self) -> None:
         """Nobody acts before every rank has said that it can."""
@@ -353,7 +361,10 @@ class Worker:
         prefill = PrefillScheduler(config.max_num_tokens, full_tokens=full)
         grammars = Grammars(lambda: self.source.tokenizer, self.source.config.vocab_size, eos_ids)
         if self.spec.role == "ctx":
-            return CtxLoop(self.engine, self.kv, self.node, prefill, eos_ids=eos_ids, grammars=grammars)
+            lower = self.sizes.replay is not None
+            return CtxLoop(
+                self.engine, self.kv, self.node, prefill, eos_ids=eos_ids, grammars=grammars, lower_half=lower
+            )
         decode = DecodeScheduler(
             self.sizes.layout(self.spec.role),
             max_batch_size=config.max_batch_size,

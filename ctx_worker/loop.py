@@ -6,7 +6,8 @@ samples every sample's first token, publishes the full blocks and lets go of its
 keep the pages until a gen has read them.
 
 Where tokens are left to gen (bounded replay, model/replay.py) the prompt ends before them here, its upper layers are
-left out, and nothing is sampled. Its history is exact for all that; its state is found only by its like.
+left out, and nothing is sampled. Its history is exact for all that; its state is found only by its like. A worker that
+is there for nothing else has the lower half of the model only: what needs more is refused.
 
 It knows no socket, no peer and no time but the injected clock. A row that fails ends only its own request. If the loop
 dies, the process dies: its boot id goes, the router places its requests elsewhere.
@@ -40,7 +41,7 @@ from tailrace.transfer.loop_events import (
     LoopPort,
     PrefillResult,
 )
-from tailrace.transfer.messages import PrefillSample, Submit, TokenLogprob, handed_tokens, unpack_ids
+from tailrace.transfer.messages import ID_BYTES, PrefillSample, Submit, TokenLogprob, handed_tokens, unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class CtxLoop:
         scheduler: chooses the chunks.
         eos_ids: ids that end a sample.
         grammars: None: requests with a grammar fail here.
+        lower_half: the engine's model has no upper layers.
         clock: monotonic seconds, the same that stamps Arrived.
     """
 
@@ -92,10 +94,11 @@ class CtxLoop:
         *,
         eos_ids: frozenset[int],
         grammars: Grammars | None = None,
+        lower_half: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.kv, self.node, self.scheduler = engine, kv, node, scheduler
-        self._eos_ids = eos_ids
+        self._eos_ids, self._lower_half = eos_ids, lower_half
         self._clock = clock
         self._jobs: dict[Key, _Job] = {}
         self._grammars: GrammarQueue[_Job] = GrammarQueue(grammars)  # of _jobs, those whose grammar is being compiled
@@ -147,10 +150,11 @@ class CtxLoop:
         if key in self._jobs:
             return
         self._checked = False
-        sequence = _sequence_of(submit, self._eos_ids)
-        if not submit.prompt_ids:
-            self.node.failed(key, "refused", "the prompt has no tokens", False)
+        why = why_refused(submit, self._lower_half)
+        if why is not None:
+            self.node.failed(key, "refused", why, False)
             return
+        sequence = _sequence_of(submit, self._eos_ids, self._lower_half)
         needed, total = self.kv.layout.num_pages(sequence.num_known), self.kv.counts().total
         if needed > total:
             self.node.failed(key, "out_of_pages", f"the prompt needs {needed} pages, the pool has {total}", False)
@@ -307,11 +311,24 @@ class CtxLoop:
             self._checked = True
 
 
-def _sequence_of(submit: Submit, eos_ids: frozenset[int]) -> Sequence:
+def why_refused(submit: Submit, lower_half: bool) -> str | None:
+    """Why a worker cannot compute it, whatever its pool; None if it can."""
+    if not submit.prompt_ids:
+        return "the prompt has no tokens"
+    if not lower_half or submit.left_to_gen:
+        return None
+    if submit.params.prompt_logprobs is not None:
+        return "prompt logprobs need the upper layers, which are not here"
+    if submit.params.max_tokens > len(submit.output_ids) // ID_BYTES:
+        return "nothing is left to gen, and to draw a token needs the upper layers, which are not here"
+    return None
+
+
+def _sequence_of(submit: Submit, eos_ids: frozenset[int], lower_half: bool) -> Sequence:
     """What of the prompt, and of earlier output, is computed here."""
     key, prompt = (submit.request, submit.attempt), np.array(unpack_ids(submit.prompt_ids), np.int32)
     output = unpack_ids(submit.output_ids)
-    if not submit.left_to_gen:
+    if not submit.left_to_gen and not lower_half:
         return Sequence.for_prefill(key, prompt, output, submit.params, submit.samples, eos_ids, submit.first_sample)
     num_tokens = handed_tokens(len(prompt) + len(output), submit.left_to_gen)
     mine = prompt[:num_tokens]

@@ -14,7 +14,7 @@ from tailrace.engine.step import Row
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.kv_cache.layout import SCRATCH_PAGE
 from tailrace.model.errors import ConfigError
-from tailrace.model.family import RowDecoder
+from tailrace.model.family import LowerHalfDecoder, RowDecoder
 from tailrace.model.row_store import RowPool
 
 
@@ -52,6 +52,9 @@ class RowForward:
             [Row(None, np.zeros(max_num_tokens, np.int32), 0, self.scratch_table(max_num_tokens))],
             num_layers=1,
         )
+        if isinstance(self.decoder, LowerHalfDecoder):
+            self([Row(None, np.zeros(1, np.int32), 0, self.scratch_table(1), upper_from=1)])
+            return
         token = Row(None, np.zeros(1, np.int32), 0, self.scratch_table(1))
         self.decoder.logits(self([token] * max_batch_size, num_layers=1))
         self([token])

@@ -14,7 +14,7 @@ from typing import Any, Self
 from tailrace.model.config import Rope, RopeKind, checked_layers
 from tailrace.model.config_keys import Keys
 from tailrace.model.csa2_layers import Candidates, LayerPlan, Role, layer_plans
-from tailrace.model.csa2_tensors import tensor_shapes
+from tailrace.model.csa2_tensors import lower_shapes, tensor_shapes
 from tailrace.model.errors import ConfigError
 from tailrace.model.row_groups import RowField, RowGroup
 from tailrace.model.state_groups import GroupKind
@@ -138,6 +138,12 @@ class Csa2Config:
     @property
     def num_parameters(self) -> int:
         shapes = tensor_shapes(self)  # pyright: ignore[reportArgumentType]  # one class under two paths
+        return sum(math.prod(shape) for _, shape in shapes)
+
+    @property
+    def num_lower_parameters(self) -> int:
+        """Of those, what a worker needs that stops at the boundary."""
+        shapes = lower_shapes(self)  # pyright: ignore[reportArgumentType]
         return sum(math.prod(shape) for _, shape in shapes)
 
     @property

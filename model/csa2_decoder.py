@@ -196,10 +196,10 @@ class Csa2Decoder:
         if self.draft is not None and len(incoming) == len(self.draft.draft.targets):
             self.draft.remember(incoming, positions, sequences)
         if count == config.boundary:
-            w = self._weights.layers[count]
-            if w.engram is not None:
+            boundary = self._weights.boundary
+            if boundary.engram is not None:
                 streams = write_memory(streams, *memory[count], config.norm_eps)
-            x = w.attn_norm(collapse(streams, pre).to(self.dtype))
+            x = boundary.attn_norm(collapse(streams, pre).to(self.dtype))
             self._make_rows(x, count, sequences)
         hidden = self._weights.norm(collapse(streams, pre).to(self.dtype))
         if not with_features or self.draft is None:
@@ -237,7 +237,9 @@ class Csa2Decoder:
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> [n, vocab_size] float32."""
+        """[n, hidden_size] -> [n, vocab_size] float32. ValueError in a lower half (csa2_lower.py)."""
+        if self._weights.head is None:
+            raise ValueError("a lower half has no output projection")
         return steady_linear(hidden.float(), self._weights.head)
 
     def _turns(self, positions: torch.Tensor) -> Mapping[bool, torch.Tensor]:
@@ -286,8 +288,7 @@ class Csa2Decoder:
 
     def _make_rows(self, x: torch.Tensor, layer: int, sequences: Sequence[SequencePart]) -> None:
         """An owner's main rows and index keys of all blocks that the new tokens close."""
-        w, ratio = self._weights.layers[layer].owner, self.config.layers[layer].ratio
-        assert w is not None
+        w, ratio = self._weights.owner(layer), self.config.layers[layer].ratio
         sequences = [sequence for sequence in sequences if sequence.writes]
         if not sequences:
             return
@@ -386,9 +387,7 @@ class Csa2Decoder:
         classes = self.engram.classes(ids)
         is_masked = classes == NOTHING
         found = {}
-        for layer in config.layers:
-            w = self._weights.layers[layer].engram
-            assert w is not None
+        for layer, w in self._weights.engrams().items():
             read = torch.zeros(len(ids), config.row_width)
             for sequence in sequences:
                 assert sequence.before is not None
@@ -401,8 +400,7 @@ class Csa2Decoder:
         """A reader of Engram's rows for prompts that wait; None without Engram. Its owner closes it."""
         if self.engram is None:
             return None
-        tables = {i: w.engram.table for i, w in enumerate(self._weights.layers) if w.engram is not None}
-        return RowsAhead(self.engram, tables)
+        return RowsAhead(self.engram, {i: w.table for i, w in self._weights.engrams().items()})
 
     def keep_classes(self, ids: torch.Tensor, sequence: SequencePart) -> None:
         """Write what the next tokens' n-grams look back at.  ids: of the whole step."""
@@ -419,8 +417,13 @@ def load(
     dtype: torch.dtype,
     tokens_per_page: int,
     progress: Progress | None = None,
+    *,
+    lower: bool = False,
 ) -> Csa2Decoder:
     """The decoder of an opened checkpoint; with Engram its token map lies beside the tensors.
+
+    Args:
+        lower: only what stands in front of the boundary, for csa2_lower.py.
 
     Raises:
         ConfigError: a tensor is missing or has another shape, the token map does not fit, or tokens_per_page does not.
@@ -429,6 +432,6 @@ def load(
     token_map = None
     if config.engram is not None:
         token_map = read_token_map(tensors.directory, config.engram)
-    weights = load_weights(tensors, config, dtype, token_map, progress)
+    weights = load_weights(tensors, config, dtype, token_map, progress, lower=lower)
     tensors.drop_pages()
     return Csa2Decoder(weights, tokens_per_page)

@@ -30,6 +30,17 @@ def tensor_shapes(config: Csa2Config) -> Shapes:
             yield p + "k_weight", (n, hidden)
 
 
+def lower_shapes(config: Csa2Config) -> Shapes:
+    """Of what makes all rows that grow, and the windows below the boundary: the layers in front of it, and the part of
+    the boundary that makes its own rows."""
+    own = f"layers.{config.boundary}."
+    kept = (*(f"layers.{i}." for i in range(config.boundary)), own + "attn_norm.", own + "attn.compressor.")
+    kept = (*kept, own + "attn.indexer.wk.", own + "attn.indexer.k_norm.", own + "engram.", "embed.", "norm.")
+    for name, shape in tensor_shapes(config):
+        if name.startswith(kept):
+            yield name, shape
+
+
 def draft_shapes(config: Csa2Config) -> Shapes:
     """Of the draft stages; none without them."""
     draft, hidden = config.draft, config.hidden_size

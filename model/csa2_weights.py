@@ -17,7 +17,7 @@ from tailrace.kernels.norm import RmsNorm
 from tailrace.model import quantized
 from tailrace.model.csa2_config import Csa2Config
 from tailrace.model.csa2_layers import LayerPlan, Role
-from tailrace.model.csa2_tensors import draft_shapes, tensor_shapes
+from tailrace.model.csa2_tensors import draft_shapes, lower_shapes, tensor_shapes
 from tailrace.model.engram import EngramTable, EngramWeights, row_range
 from tailrace.model.errors import ConfigError
 from tailrace.model.family import Progress
@@ -87,6 +87,15 @@ class Csa2LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundaryWeights:
+    """What of the boundary layer makes its rows that grow: all that is needed of it where nothing goes through it."""
+
+    attn_norm: RmsNorm
+    owner: OwnerWeights
+    engram: EngramWeights | None
+
+
+@dataclass(frozen=True, slots=True)
 class DraftWeights:
     """Of DSpark.
 
@@ -109,16 +118,40 @@ class DraftWeights:
 
 @dataclass(frozen=True, slots=True)
 class Csa2Weights:
-    """embed, head: [vocabulary, hidden], the head in float32;  token_map: [vocabulary], None without Engram."""
+    """Of the whole model, or of its lower half.
+
+    Attributes:
+        embed: [vocabulary, hidden].
+        layers: all; of a lower half those in front of the boundary.
+        head: [vocabulary, hidden] float32; None in a lower half.
+        token_map: [vocabulary]; None without Engram.
+        draft: None if it is not in use, and in a lower half.
+    """
 
     config: Csa2Config
     dtype: torch.dtype
     embed: torch.Tensor
     layers: tuple[Csa2LayerWeights, ...]
+    boundary: BoundaryWeights
     norm: RmsNorm
-    head: torch.Tensor
+    head: torch.Tensor | None
     token_map: np.ndarray | None
     draft: DraftWeights | None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.head is not None
+
+    def owner(self, layer: int) -> OwnerWeights:
+        """Of a layer that is one."""
+        found = self.boundary.owner if layer == self.config.boundary else self.layers[layer].owner
+        assert found is not None
+        return found
+
+    def engrams(self) -> dict[int, EngramWeights]:
+        """By layer, of those that are here."""
+        found = {i: w.engram for i, w in enumerate(self.layers)} | {self.config.boundary: self.boundary.engram}
+        return {i: w for i, w in sorted(found.items()) if w is not None}
 
 
 def load_weights(
@@ -129,18 +162,21 @@ def load_weights(
     progress: Progress | None = None,
     rank: int = 0,
     num_ranks: int = 1,
+    *,
+    lower: bool = False,
 ) -> Csa2Weights:
-    """Read all tensors of the text model.
+    """Read all tensors of the text model, or those of its lower half.
 
     Args:
         tensors: by the names of the checkpoint; what is not needed (draft stages, vision) is left alone.
         token_map: of Engram; None if the config has none.
         rank, num_ranks: whose share of Engram's tables is kept.
+        lower: what stands behind the boundary is left alone.
 
     Raises:
         ConfigError: a tensor is missing or has another shape.
     """
-    return _Reader(tensors, config, dtype, progress, rank, num_ranks).weights(token_map)
+    return _Reader(tensors, config, dtype, progress, rank, num_ranks, lower).weights(token_map)
 
 
 class _Reader:
@@ -154,10 +190,11 @@ class _Reader:
         progress: Progress | None,
         rank: int,
         num_ranks: int,
+        lower: bool,
     ) -> None:
-        self.config, self.dtype = config, dtype
-        self._tensors, self._shapes = tensors, dict(tensor_shapes(config))
-        if config.drafts:
+        self.config, self.dtype, self._lower = config, dtype, lower
+        self._tensors, self._shapes = tensors, dict(lower_shapes(config) if lower else tensor_shapes(config))
+        if config.drafts and not lower:
             self._shapes.update(draft_shapes(config))
         self._progress, self._done = progress, 0
         self._rank, self._num_ranks = rank, num_ranks
@@ -186,16 +223,30 @@ class _Reader:
         return RmsNorm(self.read(name, dtype), self.config.norm_eps)
 
     def weights(self, token_map: np.ndarray | None) -> Csa2Weights:
+        config = self.config
+        count = config.boundary if self._lower else config.num_layers
+        layers = tuple(self._layer(f"layers.{i}.", plan, i) for i, plan in enumerate(config.layers[:count]))
         return Csa2Weights(
-            config=self.config,
+            config=config,
             dtype=self.dtype,
             embed=self.read("embed.weight"),
-            layers=tuple(self._layer(f"layers.{i}.", plan, i) for i, plan in enumerate(self.config.layers)),
+            layers=layers,
+            boundary=self._boundary(None if self._lower else layers[config.boundary]),
             norm=self._norm("norm.weight"),
-            head=self.read("head.weight", torch.float32),
+            head=None if self._lower else self.read("head.weight", torch.float32),
             token_map=token_map,
-            draft=self._draft(),
+            draft=None if self._lower else self._draft(),
         )
+
+    def _boundary(self, layer: Csa2LayerWeights | None) -> BoundaryWeights:
+        """As a part of the layer, or read alone."""
+        if layer is not None:
+            assert layer.owner is not None
+            return BoundaryWeights(layer.attn_norm, layer.owner, layer.engram)
+        number = self.config.boundary
+        p = f"layers.{number}."
+        owner = self._owner(p + "attn.", self.config.layers[number].ratio)
+        return BoundaryWeights(self._norm(p + "attn_norm.weight"), owner, self._engram(number))
 
     def _layer(self, p: str, plan: LayerPlan, layer: int = -1) -> Csa2LayerWeights:
         """One of the model's, or a draft stage."""

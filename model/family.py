@@ -120,12 +120,21 @@ class DraftingRowDecoder(RowDecoder, Protocol):
         ...
 
 
+@runtime_checkable
+class LowerHalfDecoder(RowDecoder, Protocol):
+    """The layers in front of a boundary, and nothing else: it makes what it can for rows that end before their
+    `upper_from`, and draws nothing; `logits` is a ValueError. See Family.load_lower."""
+
+    boundary: int
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Names of the two modules; see above."""
+    """Names of the two modules; see above. `lower_module`: the one whose `load` gives a LowerHalfDecoder, if any."""
 
     config_module: str
     decoder_module: str
+    lower_module: str = ""
 
     def parse(self, raw: Mapping[str, Any], where: str) -> FamilyConfig:
         """`raw`: config.json as parsed; `where`: the file, for messages. Raises ConfigError naming file and key."""
@@ -146,11 +155,24 @@ class Family:
         module = importlib.import_module(self.decoder_module)
         return module.load(tensors, config, dtype, tokens_per_page, progress)
 
+    def load_lower(
+        self,
+        tensors: TensorTable,
+        config: FamilyConfig,
+        dtype: torch.dtype,
+        tokens_per_page: int,
+        progress: Progress | None = None,
+    ) -> LowerHalfDecoder:
+        """What a worker needs that leaves the upper layers to another. Raises ConfigError as `load`."""
+        if not self.lower_module:
+            raise ConfigError(f"family {config.family} has no boundary that a prefill could stop at")
+        return importlib.import_module(self.lower_module).load(tensors, config, dtype, tokens_per_page, progress)
+
 
 _MLA = Family("tailrace.model.mla_config", "tailrace.model.mla_decoder")
 FAMILIES: dict[str, Family] = {  # by `model_type`
     "deepseek_v3": _MLA,
     "deepseek_v32": _MLA,
     "deepseek_v4": Family("tailrace.model.csa_config", "tailrace.model.csa_decoder"),
-    "deepseek_v41": Family("tailrace.model.csa2_config", "tailrace.model.csa2_decoder"),
+    "deepseek_v41": Family("tailrace.model.csa2_config", "tailrace.model.csa2_decoder", "tailrace.model.csa2_lower"),
 }

@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.model.errors import ProtocolError
@@ -199,7 +199,7 @@ class IngressService:
         )  # fmt: skip
         text, knows = (None, False) if template is None else (template.text, template.reads_tools)
         self.forms = OutputForms(ToolSupport(text, knows, self.table, config.tool_parser), self.tokenization)
-        self.limits = Limits(config.vocab_size, config.max_request_tokens)
+        self.limits = Limits(config.vocab_size, config.max_request_tokens, not config.policy.left_to_gen)
         self.watchers: set[Callable[[float], None]] = set()  # called each tick: streams look after their readers
         self._router, self._workers = router, workers
         self._tickets: dict[str, _Ticket] = {}
@@ -507,5 +507,5 @@ class IngressService:
             known = json.loads(text).get("max_request_tokens") if text else None
             if isinstance(known, int) and known > 0:
                 limit = min(known, self.config.max_request_tokens)
-                self.limits = Limits(self.config.vocab_size, limit)
+                self.limits = replace(self.limits, max_request_tokens=limit)
             await asyncio.sleep(LIMITS_S)

@@ -16,10 +16,12 @@ _SEED_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """vocab_size: ids below it exist. max_request_tokens: prompt and output of one request together."""
+    """vocab_size: ids below it exist. max_request_tokens: prompt and output of one request together.
+    prompt_logprobs: whether the workers that compute prompts have all layers, which these need."""
 
     vocab_size: int
     max_request_tokens: int
+    prompt_logprobs: bool = True
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
@@ -109,6 +111,13 @@ def sampling_params(
             code="invalid_value",
         )
     logprobs, prompt_logprobs = wanted_logprobs(body)
+    if prompt_logprobs is not None and not limits.prompt_logprobs:
+        raise ClientError(
+            "logprobs: with echo they are the prompt's too, which need the upper layers of every token; with "
+            "handoff_mode bounded_replay_on_generation those are computed for a prompt's end only",
+            param="logprobs",
+            code="invalid_value",
+        )
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,

@@ -99,6 +99,7 @@ class RowRig:
         ref: whose model, layout and blocks are served.
         chunk: tokens of a pass at most.
         replay: of every prompt's end at gen; None: ctx computes whole prompts.
+        whole_ctx: with replay, ctx has the upper layers for all that, for prompts that leave nothing to gen.
         tail: prompt ids that gen gets.
         drafts: guesses a row, of a decoder that can make them.
     """
@@ -106,10 +107,11 @@ class RowRig:
     def __init__(
         self, ref: Reference, kind: str = "shm", *, chunk: int = 64, ctx_pages: int = 400, gen_pages: int = 400,
         verify: bool = False, core: type | None = None, replay: ReplayPolicy | None = None, tail: int | None = None,
-        drafts: int = 0,
+        drafts: int = 0, whole_ctx: bool = False,
     ) -> None:  # fmt: skip
         self.ref, self.kind, self.chunk, self.verify = ref, kind, chunk, verify
         self.replay, self.tail, self.drafts = replay, tail, drafts
+        self.lower_ctx = replay is not None and not whole_ctx
         self.block = ref.kv.block_tokens
         self.hasher = BlockHasher(SECRET, self.block)
         self.exchange, self.stop = Exchange(), threading.Event()
@@ -146,7 +148,8 @@ class RowRig:
         role = {"c": "ctx", "g": "gen"}[name[0]]
         arena = Arena.create(arena_name("rowtest", name, boot), layout, num_pages + 1)
         kv = KvManager(layout, num_pages + 1, self.block, arena.generations)
-        engine = Engine(ref.weights, pool_tensor(arena.pages, layout))
+        engine = Engine(self._decoder(role), pool_tensor(arena.pages, layout))
+        engine.warm_up(self.chunk, 2)
         engine.poison(range(1, num_pages + 1))
         kv.set_poison(engine.poison)
         config: Any = SimpleNamespace(block_tokens=self.block)
@@ -165,7 +168,9 @@ class RowRig:
         node.address = node.start()  # type: ignore[attr-defined]
         eos, prefill = ref.source.eos_ids, PrefillScheduler(self.chunk)
         if role == "ctx":
-            loop: Any = CtxLoop(engine, kv, node, prefill, eos_ids=eos, grammars=ref.grammars)
+            loop: Any = CtxLoop(
+                engine, kv, node, prefill, eos_ids=eos, grammars=ref.grammars, lower_half=self.lower_ctx
+            )
         else:
             decode = DecodeScheduler(
                 layout, max_batch_size=16, max_num_tokens=self.chunk, max_gen_init_admissions_per_pass=4,
@@ -179,6 +184,14 @@ class RowRig:
         thread = threading.Thread(target=loop.run, args=(self.stop,), daemon=True, name=f"loop-{name}")
         self.sides[name] = Side(node, kv, engine, loop, thread, arena)
         thread.start()
+
+    def _decoder(self, role: str) -> Any:
+        weights: Any = self.ref.weights
+        if role == "gen" or not self.lower_ctx:
+            return weights
+        family: Any = self.ref.source.family
+        tokens = self.ref.layout.tokens_per_page
+        return family.load_lower(self.ref.source.tensors, weights.config, weights.dtype, tokens)
 
     def _transport(self, boot: str, arena: Arena, wake: Any, hook: Any) -> Any:
         if self.kind == "shm":

@@ -24,13 +24,17 @@ from tailrace.transfer.loop_events import Arrived, Cancelled, FaultsSet
 class Ctx:
     """A ctx loop with its surroundings; POISON is on."""
 
-    def __init__(self, num_pages: int = 64, *, chunk: int = 16, seconds_per_token: float = 0.01, **kv):
+    def __init__(
+        self, num_pages: int = 64, *, chunk: int = 16, seconds_per_token: float = 0.01, lower_half: bool = False, **kv
+    ):
         self.clock = Clock()
         self.kv = make_kv(num_pages, **kv)
         self.engine = FakeEngine(self.kv, self.clock, seconds_per_token=seconds_per_token)
         self.node = FakeNode(self.kv, pin=True)
         self.scheduler = PrefillScheduler(chunk)
-        self.loop = CtxLoop(self.engine, self.kv, self.node, self.scheduler, eos_ids=EOS_IDS, clock=self.clock)
+        self.loop = CtxLoop(
+            self.engine, self.kv, self.node, self.scheduler, eos_ids=EOS_IDS, lower_half=lower_half, clock=self.clock
+        )
         self.node.events.append(FaultsSet(True))
         self.engine.log = self.node.log  # one ordering log for both
 
@@ -192,6 +196,23 @@ def test_echo_with_max_tokens_zero_prefills_and_gives_no_token():
     result = ctx.node.prefilled[key]
     assert [(f.token, f.finish) for f in result.firsts] == [(None, "length")] * 2
     assert len(result.prompt_logprobs) == 21 and result.finished
+    ctx.assert_quiet()
+
+
+def test_with_the_lower_half_alone_nothing_is_drawn_and_what_would_need_more_is_refused_by_name():
+    ctx = Ctx(lower_half=True)
+    prompt = prompt_of(21)
+    drawn = ctx.submit("draws", prompt, max_tokens=3)
+    echo = ctx.submit("echo", prompt, max_tokens=0, prompt_logprobs=1)
+    nothing = ctx.submit("nothing", prompt, max_tokens=0, samples=2)
+    ctx.drain()
+    assert ctx.node.fails[drawn][:2] == (
+        "refused", "nothing is left to gen, and to draw a token needs the upper layers, which are not here"
+    )  # fmt: skip
+    assert ctx.node.fails[echo][:2] == ("refused", "prompt logprobs need the upper layers, which are not here")
+    assert [(f.token, f.finish) for f in ctx.node.prefilled[nothing].firsts] == [(None, "length")] * 2
+    rows = [row for plan in ctx.engine.steps for row in plan.rows]
+    assert rows and all(row.upper_from == 21 and not row.samplers for row in rows)
     ctx.assert_quiet()
 
 

@@ -421,3 +421,16 @@ async def test_health_ready_metrics_and_cluster(api):
 
 async def test_nothing_is_left(api):
     await api.quiet()
+
+
+async def test_prompt_logprobs_are_refused_where_no_worker_computes_a_prompt_through_all_layers():
+    """handoff_mode bounded_replay_on_generation; the prompt's text and the output's logprobs are as ever."""
+    async with serving(lambda prompt, sample: ids_of(" one two"), policy={"left_to_gen": 4}) as api:
+        error = await refused(api, "logprobs", prompt="a b", echo=True, logprobs=1)
+        assert "handoff_mode bounded_replay_on_generation" in error["message"]
+        assert (await refused(api, "logprobs", prompt="a b", echo=True, logprobs=0, max_tokens=0))[
+            "param"
+        ] == "logprobs"
+        for body in ({"echo": True}, {"logprobs": 1}):
+            submit, _ = await submitted(api, prompt="a b", max_tokens=2, **body)
+            assert submit.left_to_gen == 4 and submit.params.prompt_logprobs is None

@@ -107,7 +107,7 @@ def test_a_bounded_replay_is_another_answer_than_an_exact_one(make):
 
 
 def test_what_ctx_keeps_is_found_again_and_never_by_who_needs_the_upper_half(make):
-    rig = make(chunk=32)
+    rig = make(chunk=32, whole_ctx=True)
     prompt = prompt_of(90, 5)
     (cold,) = assert_bounded(rig, [prompt])
     (warm,) = assert_bounded(rig, [prompt])
@@ -166,6 +166,23 @@ def test_one_token_or_a_first_token_that_ends_it_is_drawn_by_gen_too(make):
     (stopped,) = rig.ask([prompt], stop)
     assert stopped.samples == first.samples and stopped.finished == {0}
     assert rig.ctx.node.loop_stats.output_tokens == 0
+    rig.quiet()
+
+
+def test_a_ctx_that_has_the_lower_half_only_refuses_what_needs_more_and_serves_who_wants_no_token(make):
+    rig = make()
+    prompt = prompt_of(40, 12)
+    (cold,) = assert_bounded(rig, [prompt], 3)
+    policy, rig.replay = rig.replay, None  # nothing is left to gen
+    (drawn,) = rig.ask([prompt], greedy(3))
+    assert "to draw a token needs the upper layers, which are not here" in drawn.failed and drawn.samples == [[]]
+    (echo,) = rig.ask([prompt], SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=1))
+    assert "prompt logprobs need the upper layers, which are not here" in echo.failed
+    (nothing,) = rig.ask([prompt], greedy(0))
+    assert not nothing.failed and nothing.samples == [[]] and nothing.finished == {0}
+    rig.replay = policy
+    (warm,) = assert_bounded(rig, [prompt], 3)
+    assert warm.samples == cold.samples and warm.cached_tokens > 0
     rig.quiet()
 
 
