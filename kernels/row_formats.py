@@ -181,6 +181,16 @@ def fp4_groups(dim: int, group: int, scale: Literal["ue8m0", "e4m3"]) -> RowForm
     )
 
 
+def pack(fmt: RowFormat, x: torch.Tensor) -> torch.Tensor:
+    """RowFormat.pack, as a function like its kernel."""
+    return fmt.pack(x)
+
+
+def unpack(fmt: RowFormat, rows: torch.Tensor) -> torch.Tensor:
+    """RowFormat.unpack, likewise."""
+    return fmt.unpack(rows)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRows:
     """Rows as they stand in a pool: kernels take them in place of a tensor of numbers.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tailrace.kernels.experts import grouped_swiglu, sqrt_softplus, swiglu, top_k_routing
-from tailrace.kernels.hyper_connections import Mixing, MixingWeights, mixing
+from tailrace.kernels.by_device import grouped_swiglu, mixing, top_k_routing
+from tailrace.kernels.experts import sqrt_softplus, swiglu
+from tailrace.kernels.hyper_connections import Mixing, MixingWeights
 from tailrace.kernels.rotary import apply_rotary_pairs
 from tailrace.kernels.steady import steady_groups, steady_linear
 from tailrace.model.csa2_config import Csa2Config

@@ -21,14 +21,23 @@ from itertools import accumulate
 import torch
 from torch.nn import functional
 
-from tailrace.kernels import compressor
-from tailrace.kernels.exact_topk import exact_topk
-from tailrace.kernels.hyper_connections import collapse, spread
-from tailrace.kernels.indexer import index_scores
+from tailrace.kernels import by_device
+from tailrace.kernels.by_device import (
+    best_blocks,
+    collapse,
+    exact_topk,
+    index_scores,
+    pack,
+    rounded,
+    sparse_attention,
+    spread,
+    unpack,
+    within_blocks,
+)
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.kernels.rotary import apply_rotary_pairs, rotary_pairs
 from tailrace.kernels.row_formats import fp4_groups, fp8_tiles
-from tailrace.kernels.sparse_attention import PickedRows, sparse_attention
+from tailrace.kernels.sparse_attention import PickedRows
 from tailrace.kernels.steady import steady_linear
 from tailrace.model.csa2_blocks import attended, experts, mix, queries, window_keys
 from tailrace.model.csa2_config import (
@@ -42,7 +51,7 @@ from tailrace.model.csa2_config import (
 )
 from tailrace.model.csa2_draft import Csa2Draft
 from tailrace.model.csa2_layers import Role
-from tailrace.model.csa2_step import SequencePart, Windows, best_blocks, plan_windows, write_ring
+from tailrace.model.csa2_step import SequencePart, Windows, plan_windows, write_ring
 from tailrace.model.csa2_weights import Csa2Weights, load_weights
 from tailrace.model.draft_rows import num_accepted
 from tailrace.model.engram import NOTHING, EngramHash, EngramWeights, RowsAhead, read_token_map, write_memory
@@ -172,7 +181,7 @@ class Csa2Decoder:
         for sequence in sequences:
             if sequence.writes:
                 self.keep_classes(ids, sequence)
-        streams = self._weights.embed[ids][:, None].expand(-1, config.streams, -1)
+        streams = self._weights.embed[ids][:, None].expand(-1, config.streams, -1).contiguous()
         pre = functional.one_hot(torch.zeros(len(ids), dtype=torch.long), config.streams).float()
         turns = self._turns(positions)
         incoming: dict[int, torch.Tensor] = {}
@@ -263,7 +272,7 @@ class Csa2Decoder:
         config, plan, w = self.config, self.config.layers[layer], self._weights.layers[layer]
         turn = turns[plan.role is not Role.SWA]
         reduced, q = queries(x, w, turn, config)
-        packed = self._window_rows.pack(window_keys(x, w, turn))
+        packed = pack(self._window_rows, window_keys(x, w, turn))
         if plan.role is Role.FULL:
             self._make_rows(x, layer, sequences)
         if plan.selects:
@@ -284,7 +293,7 @@ class Csa2Decoder:
         old = state.read(torch.arange(windows.stored.start, windows.stored.stop) % size)
         if windows.are_kept:
             sequence.leave(lambda count: write_ring(state, sequence.start, own[:count]))
-        return PickedRows(self._window_rows.unpack(torch.cat((old, own))), windows.index)
+        return PickedRows(unpack(self._window_rows, torch.cat((old, own))), windows.index)
 
     def _make_rows(self, x: torch.Tensor, layer: int, sequences: Sequence[SequencePart]) -> None:
         """An owner's main rows and index keys of all blocks that the new tokens close."""
@@ -305,9 +314,9 @@ class Csa2Decoder:
             first = sequence.start // ratio
             turn = rotary_pairs(torch.arange(first, first + len(latent)) * ratio, self._history_frequencies)
             main = apply_rotary_pairs(latent, turn)
-            sequence.rows.history(main_field(ratio), layer).write(first, self._main_rows.pack(main.float()))
+            sequence.rows.history(main_field(ratio), layer).write(first, pack(self._main_rows, main.float()))
             key = apply_rotary_pairs(w.key_norm(steady_linear(latent, w.keys)), turn)
-            sequence.rows.history(key_field(ratio), layer).write(first, self._key_rows.pack(key.float()))
+            sequence.rows.history(key_field(ratio), layer).write(first, pack(self._key_rows, key.float()))
 
     def _pooled(self, values: torch.Tensor, gates: torch.Tensor, layer: int, sequence: SequencePart) -> torch.Tensor:
         """Latents of the closed blocks; what is left open goes to the tail.  values, gates: [new, head_dim] float32."""
@@ -326,7 +335,7 @@ class Csa2Decoder:
 
         sequence.leave(write)
         blocks = both[: len(both) - len(both) % ratio].unflatten(0, (-1, ratio))
-        return compressor.pool(blocks[:, :, 0], blocks[:, :, 1])
+        return by_device.pool(blocks[:, :, 0], blocks[:, :, 1])
 
     def _select(
         self,
@@ -341,18 +350,18 @@ class Csa2Decoder:
         config, plan, w = self.config, self.config.layers[layer], self._weights.layers[layer].selector
         assert w is not None
         q = steady_linear(reduced, w.queries).unflatten(1, (config.index_heads, config.index_dim))
-        q = self._key_rows.rounded(apply_rotary_pairs(q, turn))
+        q = rounded(self._key_rows, apply_rotary_pairs(q, turn))
         scale = (config.index_heads * config.index_dim) ** -0.5
         head_weights = steady_linear(x, w.head_weights).float() * scale
         for sequence in sequences:
             visible = (positions[sequence.at] + 1) // plan.ratio
             keys = sequence.rows.history(key_field(plan.ratio), plan.owner).first(sequence.end // plan.ratio)
-            scores = index_scores(q[sequence.at], self._key_rows.unpack(keys), head_weights[sequence.at])
-            if plan.restricted and sequence.blocks is not None and config.candidates is not None:
-                is_candidate = sequence.blocks.repeat_interleave(config.candidates.block_rows, 1)
-                scores = scores.masked_fill(~is_candidate[:, : scores.shape[1]], -torch.inf)
-            elif config.candidates is not None and config.candidates.layer == layer:
-                sequence.blocks = best_blocks(scores, visible, config.candidates)
+            scores = index_scores(q[sequence.at], unpack(self._key_rows, keys), head_weights[sequence.at])
+            candidates = config.candidates
+            if plan.restricted and sequence.blocks is not None and candidates is not None:
+                scores = within_blocks(scores, sequence.blocks, candidates.block_rows)
+            elif candidates is not None and candidates.layer == layer:
+                sequence.blocks = best_blocks(scores, visible, candidates.blocks, candidates.block_rows)
             picked = exact_topk(scores, config.index_topk, visible)
             sequence.selected = self._unpacked(picked, plan.ratio, plan.owner, sequence)
 
@@ -364,7 +373,7 @@ class Csa2Decoder:
         if not len(used):
             return PickedRows(torch.zeros(1, self.config.head_dim), picked)
         rows = sequence.rows.history(main_field(ratio), owner).read(used)
-        return PickedRows(self._main_rows.unpack(rows), index)
+        return PickedRows(unpack(self._main_rows, rows), index)
 
     # ------------------------------------------------------------------------------------------------------- Engram
 

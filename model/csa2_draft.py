@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from tailrace.kernels.hyper_connections import collapse, spread
+from tailrace.kernels.by_device import collapse, pack, sparse_attention, spread, unpack
 from tailrace.kernels.packed_rows import StateRows
 from tailrace.kernels.rotary import rotary_pairs
 from tailrace.kernels.row_formats import plain
-from tailrace.kernels.sparse_attention import PickedRows, sparse_attention
+from tailrace.kernels.sparse_attention import PickedRows
 from tailrace.kernels.steady import steady_linear, steady_sigmoid
 from tailrace.model.csa2_blocks import attended, experts, mix, queries, window_keys
 from tailrace.model.csa2_config import Csa2Config, DraftConfig
@@ -49,10 +49,10 @@ class Csa2Draft:
     """The stages of one model."""
 
     def __init__(self, config: Csa2Config, weights: Csa2Weights) -> None:
-        if config.draft is None or weights.draft is None:
+        if config.draft is None or weights.draft is None or weights.head is None:
             raise ConfigError("the checkpoint has no draft stages, or they were not loaded")
         self.draft: DraftConfig = config.draft
-        self._config, self._weights, self._all = config, weights.draft, weights
+        self._config, self._weights, self._all, self._head = config, weights.draft, weights, weights.head
         self._rows = plain(config.head_dim, torch.bfloat16)
         self._frequencies = frequencies(config.window_rope, config.rope_dims)
 
@@ -70,12 +70,12 @@ class Csa2Draft:
         """By stage, [tokens, row_bytes]."""
         context = self._weights.context_norm(steady_linear(features, self._weights.context))
         turn = rotary_pairs(positions, self._frequencies)
-        return [self._rows.pack(window_keys(context, w, turn)) for w in self._weights.stages]
+        return [pack(self._rows, window_keys(context, w, turn)) for w in self._weights.stages]
 
     def _context_rows(self, features: torch.Tensor, length: int) -> list[torch.Tensor]:
         """By stage, rows as they would be read: of the last len(features) of `length` tokens."""
         positions = torch.arange(length - len(features), length)
-        return [self._rows.unpack(packed) for packed in self._packed_rows(features, positions)]
+        return [unpack(self._rows, packed) for packed in self._packed_rows(features, positions)]
 
     def features(self, incoming: Mapping[int, torch.Tensor], num_tokens: int) -> torch.Tensor:
         """What the stages read of each token: [tokens, targets x hidden]. Zeros of layers that did not run."""
@@ -135,7 +135,7 @@ class Csa2Draft:
             at = slice(i * block, (i + 1) * block)
             kept = length - (0 if more is None else len(more))
             there = torch.arange(max(0, length - window), kept) % window
-            old = self._rows.unpack(state.state("draft", stage).read(there))
+            old = unpack(self._rows, state.state("draft", stage).read(there))
             if more is not None:
                 old = torch.cat((old, more))
             count = len(old) + block
@@ -147,7 +147,7 @@ class Csa2Draft:
     def _one_by_one(self, anchors: torch.Tensor, hidden: torch.Tensor) -> Proposal:
         """hidden: [sequences, block, hidden_size] float32."""
         w, before, ids, confidence = self._weights, anchors, [], []
-        logits = steady_linear(hidden.flatten(0, 1), self._all.head).unflatten(0, hidden.shape[:2])
+        logits = steady_linear(hidden.flatten(0, 1), self._head).unflatten(0, hidden.shape[:2])
         for place in range(hidden.shape[1]):
             known = w.markov_in[before]
             agreed = steady_linear(torch.cat((hidden[:, place], known), 1), w.confidence) + w.confidence_bias

@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
-from tailrace.kernels.exact_topk import exact_topk
 from tailrace.kernels.packed_rows import StateRows
 from tailrace.kernels.sparse_attention import PickedRows
-from tailrace.model.csa2_layers import Candidates
 from tailrace.model.row_store import SequenceRows
 
 
@@ -109,24 +106,3 @@ class SequencePart:
             before=self.before,
             writes=self.writes,
         )
-
-
-def best_blocks(scores: torch.Tensor, visible: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """Blocks of rows that later layers may choose from: the best by their best row, and the one with the newest row.
-
-    Args:
-        scores: [tokens, rows] float32.
-        visible: [tokens] rows that each token sees.
-
-    Returns:
-        [tokens, blocks] bool.
-    """
-    size, (tokens, rows) = candidates.block_rows, scores.shape
-    hidden = torch.arange(rows) >= visible[:, None]
-    padded = functional.pad(scores.masked_fill(hidden, -torch.inf), (0, -rows % size), value=-torch.inf)
-    best = padded.unflatten(1, (-1, size)).amax(-1) if rows else padded
-    newest = (visible - 1).div(size, rounding_mode="floor")
-    best = best.masked_fill(torch.arange(best.shape[1]) == newest[:, None], torch.inf)
-    chosen = exact_topk(best, candidates.blocks)
-    keep = torch.zeros(tokens, best.shape[1] + 1, dtype=torch.bool)
-    return keep.scatter_(1, chosen.masked_fill(chosen < 0, best.shape[1]), True)[:, :-1]

@@ -14,16 +14,29 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from tailrace.kernels.exact_topk import exact_topk
-from tailrace.kernels.experts import grouped_swiglu, hash_routing, sqrt_softplus, swiglu, top_k_routing
+from tailrace.kernels.by_device import (
+    collapse,
+    collapse_weights,
+    exact_topk,
+    grouped_swiglu,
+    hash_routing,
+    index_scores,
+    mixing,
+    pack,
+    rounded,
+    sparse_attention,
+    spread,
+    top_k_routing,
+    unpack,
+)
+from tailrace.kernels.experts import sqrt_softplus, swiglu
 from tailrace.kernels.hadamard import hadamard
-from tailrace.kernels.hyper_connections import CollapseWeights, collapse, collapse_weights, mixing, spread
-from tailrace.kernels.indexer import index_scores
+from tailrace.kernels.hyper_connections import CollapseWeights
 from tailrace.kernels.packed_rows import HistoryRows
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.kernels.rotary import apply_rotary_pairs, rotary_pairs
 from tailrace.kernels.row_formats import RowFormat
-from tailrace.kernels.sparse_attention import PickedRows, RowRange, sparse_attention
+from tailrace.kernels.sparse_attention import PickedRows, RowRange
 from tailrace.kernels.steady import steady_groups, steady_linear
 from tailrace.model.config import Rope
 from tailrace.model.csa_config import CsaConfig
@@ -145,7 +158,7 @@ class CsaDecoder:
         """
         step = self._step(ids, positions, pool, rows)
         # The streams stay float32 whatever the dtype is: they are what all blocks' outputs are added up in.
-        streams = self._weights.embed[ids].float()[:, None].expand(-1, self.config.streams, -1)
+        streams = self._weights.embed[ids].float()[:, None].expand(-1, self.config.streams, -1).contiguous()
         for number, layer in enumerate(self._weights.layers[:num_layers]):
             streams = self._layer(number, layer, streams, step)
         return streams
@@ -228,7 +241,7 @@ class CsaDecoder:
         q_latent = weights.q_norm(weights.q_a_proj(x))
         q = weights.q_b_proj(q_latent).unflatten(1, (config.num_heads, config.head_dim)).float()
         q = apply_rotary_pairs(functional.rms_norm(q, q.shape[2:], None, config.norm_eps), turns)
-        packed = row.pack(apply_rotary_pairs(weights.kv_norm(weights.kv_proj(x).float()), turns))
+        packed = pack(row, apply_rotary_pairs(weights.kv_norm(weights.kv_proj(x).float()), turns))
         if weights.compressor is not None:
             self._close(number, kind, weights.compressor, "hca" if kind is LayerKind.HCA else "csa", x, step)
         index = None
@@ -238,7 +251,7 @@ class CsaDecoder:
         attended = q.new_zeros(q.shape)
         for span in step.spans:
             own = packed[span.at]
-            window = row.unpack(torch.cat((span.rows.window(number), own)))
+            window = unpack(row, torch.cat((span.rows.window(number), own)))
             for first in range(0, len(own), _QUERY_BLOCK):
                 last = min(first + _QUERY_BLOCK, len(own))
                 at = slice(span.at.start + first, span.at.start + last)
@@ -271,10 +284,10 @@ class CsaDecoder:
         """The entries that the queries `at` see: those of windows closed with or before the query's own token."""
         if index is None:
             visible = (positions + 1) // self.config.hca_rate
-            entries = self._formats.row.unpack(rows.entries("hca", number).first(int(visible[-1])))
+            entries = unpack(self._formats.row, rows.entries("hca", number).first(int(visible[-1])))
             return RowRange(entries, torch.zeros_like(visible), visible)
         visible = (positions + 1) // self.config.csa_rate
-        keys = self._formats.key.unpack(rows.entries("csa_key", number).first(int(visible[-1])))
+        keys = unpack(self._formats.key, rows.entries("csa_key", number).first(int(visible[-1])))
         q, weights = index
         picks = exact_topk(index_scores(q[at], keys, weights[at]), self.config.index_topk, visible)
         return _picked(rows.entries("csa", number), self._formats.row, picks)
@@ -289,7 +302,7 @@ class CsaDecoder:
         heads, dim = self.config.index_heads, self.config.index_dim
         q = apply_rotary_pairs(weights.q_proj(q_latent).unflatten(1, (heads, dim)).float(), turns)
         if self._rotate_index:
-            q = self._formats.key.rounded(hadamard(q))
+            q = rounded(self._formats.key, hadamard(q))
         return q, steady_linear(x.float(), weights.weights_proj) * (dim * heads) ** -0.5
 
     def _close(
@@ -304,7 +317,7 @@ class CsaDecoder:
             rows = apply_rotary_pairs(weights.norm(entries), self._compressed_rotary(positions))
             if is_key and self._rotate_index:
                 rows = hadamard(rows)
-            return (self._formats.key if is_key else self._formats.row).pack(rows)
+            return pack(self._formats.key if is_key else self._formats.row, rows)
 
         for span in step.spans:
             close = span.rows.close_plain if kind is LayerKind.HCA else span.rows.close_overlapping
@@ -329,4 +342,4 @@ def _picked(entries: HistoryRows, row: RowFormat, picks: torch.Tensor) -> Picked
     """Only the entries that any query picked are unpacked.  picks: [queries, k] int64, -1 for none."""
     used = picks[picks >= 0].unique()
     places = torch.searchsorted(used, picks.contiguous()).masked_fill(picks < 0, -1)
-    return PickedRows(row.unpack(entries.read(used)), places)
+    return PickedRows(unpack(row, entries.read(used)), places)

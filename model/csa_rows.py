@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tailrace.kernels.compressor import Overlap, Running, extend, overlap_of, pool, pool_overlapping
+from tailrace.kernels.by_device import extend, pool, pool_overlapping
+from tailrace.kernels.compressor import Overlap, Running, overlap_of
 from tailrace.kernels.packed_rows import HistoryRows
 from tailrace.kernels.row_formats import RowFormat, fp4_groups, fp8_tiles, plain
 from tailrace.model.csa_config import FP8_TILE, CsaConfig

@@ -13,14 +13,20 @@ import torch
 from torch.nn import functional
 
 from tailrace.kernels.activation import silu_mul
-from tailrace.kernels.exact_topk import exact_topk
-from tailrace.kernels.experts import grouped_swiglu, top_k_routing
-from tailrace.kernels.indexer import index_scores
+from tailrace.kernels.by_device import (
+    exact_topk,
+    grouped_swiglu,
+    index_scores,
+    pack,
+    sparse_attention,
+    top_k_routing,
+    unpack,
+)
 from tailrace.kernels.packed_rows import HistoryRows
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.kernels.rotary import apply_rotary, rotary_rows
 from tailrace.kernels.row_formats import RowFormat
-from tailrace.kernels.sparse_attention import PickedRows, RowRange, sparse_attention
+from tailrace.kernels.sparse_attention import PickedRows, RowRange
 from tailrace.kernels.steady import steady_groups, steady_linear, steady_sigmoid
 from tailrace.model.mla_config import Experts, Indexer, MlaConfig
 from tailrace.model.mla_weights import (
@@ -117,7 +123,7 @@ class _Attention:
         _rotate(rows[:, None, config.kv_lora_rank :], step)
         queries = torch.cat((steady_groups(q_nope, w.k_up), q_rope), 2).float()
         _rotate(queries[..., config.kv_lora_rank :], step)
-        packed = self._format.pack(rows)
+        packed = pack(self._format, rows)
         attended = queries.new_zeros(*queries.shape[:2], config.kv_lora_rank)
         index = None if self._selector is None else self._selector.project(x, x_q, step)
         for span in step.spans:
@@ -135,14 +141,14 @@ class _Attention:
 
     def _past(self, store: HistoryRows, visible: torch.Tensor) -> RowRange:
         """All rows before each query, its own included."""
-        return RowRange(self._format.unpack(store.first(int(visible[-1]))), torch.zeros_like(visible), visible)
+        return RowRange(unpack(self._format, store.first(int(visible[-1]))), torch.zeros_like(visible), visible)
 
     def _picked(self, store: HistoryRows, selected: torch.Tensor, end: int) -> PickedRows:
         """selected: [queries, top_k], -1 for none, of rows below `end`. Few queries read only what they selected."""
         if selected.numel() >= end:
-            return PickedRows(self._format.unpack(store.first(end)), selected)
+            return PickedRows(unpack(self._format, store.first(end)), selected)
         numbers, places = selected.clamp(min=0).unique(return_inverse=True)
-        return PickedRows(self._format.unpack(store.read(numbers)), places.masked_fill(selected < 0, -1))
+        return PickedRows(unpack(self._format, store.read(numbers)), places.masked_fill(selected < 0, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +182,7 @@ class _Selector:
         # The first dimensions turn here, in half-split order whatever the file's is for attention.
         _rotate(queries[..., : self._rope_dim], step)
         _rotate(keys[:, None, : self._rope_dim], step)
-        return _Index(queries, self._format.pack(keys), steady_linear(x.float(), w.head_weights) * self._scale)
+        return _Index(queries, pack(self._format, keys), steady_linear(x.float(), w.head_weights) * self._scale)
 
     def select(self, index: _Index, span: _Span, visible: torch.Tensor) -> torch.Tensor | None:
         """[span's tokens, top_k] int64, -1 where there are fewer; None if all rows are selected."""
@@ -184,7 +190,7 @@ class _Selector:
         store.write(span.start, index.keys[span.at])
         if span.end <= self._config.top_k:
             return None
-        keys = self._format.unpack(store.first(span.end))
+        keys = unpack(self._format, store.first(span.end))
         scores = index_scores(index.queries[span.at], keys, index.weights[span.at])
         return exact_topk(scores, self._config.top_k, visible)
 

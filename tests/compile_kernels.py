@@ -16,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tailrace.kernels import (
+    candidate_blocks_triton,
     compressor,
     compressor_triton,
     device_attention_triton,
@@ -73,6 +74,10 @@ def launches() -> Iterator[str]:
         yield fmt.name
     exact_topk_triton.exact_topk(torch.zeros(3, 4000), 512, torch.zeros(3, dtype=torch.int64))
     yield "exact top-k"
+    scores, keep = torch.zeros(3, 4000), torch.zeros(3, 500, dtype=torch.bool)
+    candidate_blocks_triton.best_blocks(scores, torch.zeros(3, dtype=torch.int64), 200, 8)
+    candidate_blocks_triton.within_blocks(scores, keep, 8)
+    yield "candidate blocks"
     index = torch.zeros(3, 128, dtype=torch.int64)
     for fmt, window in ((V4, V4), (MAIN, WINDOW), (V32, None)):
         parts: list[PickedRows | RowRange] = [PickedRows(packed(fmt), index)]

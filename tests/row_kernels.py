@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tailrace.kernels import (
+    candidate_blocks,
+    candidate_blocks_triton,
     compressor,
     compressor_triton,
     exact_topk,
@@ -234,6 +236,22 @@ def compare_exact_topk(device: str) -> Iterator[str]:
     yield "no rows"
 
 
+def compare_candidate_blocks(device: str) -> Iterator[str]:
+    """Ties, NaN, a short last block, blocks of no power of two, more blocks than there are, more than a program has."""
+    candidate_blocks_triton._NUMBERS = 32
+    few = torch.tensor([-torch.inf, torch.nan, -1.0, 0.0, 1.0, 2.0])
+    for n, size, blocks in ((150, 4, 9), (47, 3, 5), (20, 8, 40), (5, 8, 1), (0, 4, 2)):
+        tied = few[torch.randint(0, 6, (3, n), generator=generator(n))]
+        scores = torch.cat((tied, torch.randn(3, n, generator=generator(1))))
+        visible = torch.tensor([n, max(0, n - 1), n // 2, 0, n, min(n, 1)])
+        keep = candidate_blocks.best_blocks(scores, visible, blocks, size)
+        found = candidate_blocks_triton.best_blocks(scores.to(device), visible.to(device), blocks, size)
+        assert torch.equal(found.cpu(), keep), (n, size)
+        within = candidate_blocks_triton.within_blocks(scores.to(device), keep.to(device), size)
+        assert same(within.cpu(), candidate_blocks.within_blocks(scores, keep, size)), (n, size)
+        yield f"{n} {size}"
+
+
 def compare_attention(device: str) -> Iterator[str]:
     """Picked rows and a range, each packed or not, with and without sinks, values a part of the row, and nothing."""
     sparse_attention_triton._PROGRAMS = 6
@@ -377,6 +395,7 @@ COMPARISONS: dict[str, Callable[[str], Iterator[str]]] = {
     "refusals": compare_refusals,
     "index scores": compare_index_scores,
     "exact top-k": compare_exact_topk,
+    "candidate blocks": compare_candidate_blocks,
     "sparse attention": compare_attention,
     "compressor": compare_compressor,
     "hyper-connections": compare_hyper_connections,

@@ -17,6 +17,7 @@ KERNELS = {
     "refusals": 29,
     "index scores": 33,
     "exact top-k": 7,
+    "candidate blocks": 5,
     "sparse attention": 15,
     "compressor": 11,
     "hyper-connections": 8,

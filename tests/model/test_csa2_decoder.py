@@ -11,8 +11,6 @@ import torch
 
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.model import csa2_decoder
-from tailrace.model.csa2_layers import Candidates
-from tailrace.model.csa2_step import best_blocks
 from tailrace.model.engram import NOTHING
 from tests.model.csa2_models import ENGRAM, PLAIN, Pages, make_decoder, random_ids, random_tensors, run, step
 
@@ -162,16 +160,6 @@ def test_ties_are_broken_alike_in_prefill_and_decode(ids: list[int], monkeypatch
     monkeypatch.setattr(csa2_decoder, "exact_topk", unstable)
     whole = run(pages, pages.table(80), ids[:80])
     assert (run(pages, pages.table(80), ids[:80], cuts=[41, *range(72, 80)]) - whole).abs().max() > MOVES
-
-
-def test_blocks_are_kept_by_their_best_row_then_by_number_and_the_newest_always():
-    scores = torch.tensor([[5.0, 0, 1, 1, 2, 2, 9, 9], [0, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8]])
-    visible = torch.tensor([5, 7, 0])
-    kept = best_blocks(scores, visible, Candidates(0, 2, 2))
-    assert kept.tolist() == [[True, False, True, False], [True, False, False, True], [False] * 4]
-    assert best_blocks(scores[:, :0], visible * 0, Candidates(0, 2, 2)).shape == (3, 0)
-    uneven = best_blocks(scores[:1, :7], torch.tensor([7]), Candidates(0, 1, 3))
-    assert uneven.tolist() == [[False, False, True]]
 
 
 def test_candidates_confine_later_selections(ids: list[int]):
