@@ -358,7 +358,9 @@ class Worker:
         config, eos_ids = self.config, self.source.eos_ids
         assert self.node is not None
         full = FULL_PASS_TOKENS if self._on_device is None else FULL_DEVICE_TOKENS
-        prefill = PrefillScheduler(config.max_num_tokens, full_tokens=full)
+        engine = self.engine
+        ahead = engine.read_ahead if isinstance(engine, Engine) and engine.reads_ahead else None
+        prefill = PrefillScheduler(config.max_num_tokens, full_tokens=full, read_ahead=ahead)
         grammars = Grammars(lambda: self.source.tokenizer, self.source.config.vocab_size, eos_ids)
         if self.spec.role == "ctx":
             lower = self.sizes.replay is not None
@@ -378,10 +380,10 @@ class Worker:
             bound = relative_bound(self.compat.dtype, self.compat.codecs)
             shadow = ShadowConfig(config.shadow_check_every, bound, retry)
         hasher = BlockHasher(self.spec.secret.encode(), config.block_tokens) if config.backflow else None
-        ahead = self._on_device.engine if config.run_ahead and self._on_device is not None else None
+        flying = self._on_device.engine if config.run_ahead and self._on_device is not None else None
         replay = self.sizes.replay
         return GenLoop(
             self.engine, self.kv, self.node, decode, prefill, eos_ids=eos_ids, grammars=grammars, hasher=hasher,
-            shadow=shadow, run_ahead=ahead, drafting=Drafting(config.gen.drafts) if config.gen.drafts else None,
+            shadow=shadow, run_ahead=flying, drafting=Drafting(config.gen.drafts) if config.gen.drafts else None,
             replay_tokens=0 if replay is None else replay.decoder, replay_step=self.sizes.replay_step,
         )  # fmt: skip

@@ -37,6 +37,8 @@ class PrefillScheduler:
         elder_share: part of the budget that the elder gets.
         full_tokens: prompts beside the elder run in one pass only if they have no more tokens than this together; None:
             as many as the budget allows. For a machine where a token costs the same in a larger pass.
+        read_ahead: told of a prompt that comes, and of how many of its tokens the next pass may take: later ones wait,
+            so what they will look up can be fetched meanwhile.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PrefillScheduler:
         ageing_s: float = 1.0,
         elder_share: float = 0.5,
         full_tokens: int | None = None,
+        read_ahead: Callable[[Sequence, int], None] | None = None,
     ) -> None:
         self.max_num_tokens = max_num_tokens
         self.tokens_per_s = 0.0
@@ -54,6 +57,7 @@ class PrefillScheduler:
         self._ageing_s = ageing_s
         self._elder_share = elder_share
         self._full_tokens = math.inf if full_tokens is None else full_tokens
+        self._read_ahead = read_ahead
         self._sequences: dict[Sequence, None] = {}
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -63,6 +67,8 @@ class PrefillScheduler:
         return len(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
+        if self._read_ahead is not None:
+            self._read_ahead(sequence, 0 if self._sequences else self.max_num_tokens)
         self._sequences[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:

@@ -18,17 +18,19 @@ from tailrace.engine.group import Followers
 from tailrace.engine.pages import compare_rows, copy_pages, poison
 from tailrace.engine.row_forward import RowForward
 from tailrace.engine.sampler import NO_TOKEN, Sampler, logprobs_of
+from tailrace.engine.sequence import Sequence as SequenceOfIds
 from tailrace.engine.step import Logprob, Row, RowResult, SamplerState, StepPlan
 from tailrace.kv_cache.layout import SCRATCH_PAGE, PageLayout, RowLayout
 from tailrace.model.decoder import Decoder
 from tailrace.model.draft_rows import num_accepted
 from tailrace.model.errors import ConfigError
-from tailrace.model.family import DraftingRowDecoder, RowDecoder
+from tailrace.model.family import DraftingRowDecoder, ReadingAhead, RowDecoder
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOT_FINITE = "the state of this request is not finite: a page it read holds NaN or infinity"
 NOTHING_TO_DRAW = "no token can be drawn: every logit is -inf or NaN after penalties and bias"
 
+_IDS_BEFORE = 16  # ids in front of those that are read ahead; n-grams reach over fewer
 _PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once when a prompt's logprobs are wanted
 
 
@@ -72,6 +74,7 @@ class Engine:
         self._pools = (kv,) if followers is None else (kv, *followers.pools)
         self._sampler = Sampler()
         self._drafter = drafter
+        self._rows_ahead = decoder.rows_ahead() if isinstance(decoder, ReadingAhead) else None
         if drafter is None and isinstance(decoder, DraftingRowDecoder) and isinstance(self._run, RowForward):
             self._drafter = BlockDrafter(decoder, self._run.pool)
 
@@ -93,6 +96,25 @@ class Engine:
         results = self._results(rows, hidden)
         by_plan = dict(zip(order, results, strict=True))
         return [by_plan[i] for i in range(len(order))]
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `read_ahead` does anything for this model."""
+        return self._rows_ahead is not None
+
+    def read_ahead(self, sequence: SequenceOfIds, num_soon: int) -> None:
+        """Begin to fetch what steps over a prompt will look up by its ids (Engram's tables, model/engram.py), on a
+        thread of its own. Returns at once.
+
+        Args:
+            num_soon: as many of its tokens are about to be computed, and are left to their step.
+        """
+        if self._rows_ahead is None:
+            return
+        start = max(sequence.num_computed, sequence.prompt_from) + num_soon
+        before = max(sequence.prompt_from, start - _IDS_BEFORE)
+        if start < sequence.num_known:
+            self._rows_ahead.ask(sequence.ids(before, sequence.num_known).tolist(), start - before)
 
     @torch.inference_mode()
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:

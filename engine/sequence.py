@@ -109,9 +109,9 @@ class Sequence:
         start, end = self.num_computed, self.num_computed + num_tokens
         next_ids = None
         if self.prompt_logprobs is not None:
-            next_ids = self._ids(start + 1, min(end + 1, self.num_prompt_tokens))
+            next_ids = self.ids(start + 1, min(end + 1, self.num_prompt_tokens))
             next_ids = np.concatenate((next_ids, np.full(num_tokens - len(next_ids), -1, np.int32)))
-        ids = self._ids(start, end)
+        ids = self.ids(start, end)
         return Row(
             key=self,
             ids=np.concatenate((ids, np.array(self.drafts[:num_drafts], np.int32))) if num_drafts else ids,
@@ -125,7 +125,8 @@ class Sequence:
             upper_from=self.upper_from,
         )
 
-    def _ids(self, start: int, end: int) -> np.ndarray:
+    def ids(self, start: int, end: int) -> np.ndarray:
+        """[end - start] int32 of known tokens; UNKNOWN of those that a launched step draws."""
         if self.flying:
             return np.full(end - start, UNKNOWN, np.int32)
         prompt_end = self.num_prompt_tokens

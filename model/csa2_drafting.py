@@ -14,6 +14,7 @@ import torch
 
 from tailrace.kernels.paged_attention import RowSpan
 from tailrace.model.csa2_decoder import Csa2Decoder
+from tailrace.model.engram import RowsAhead
 from tailrace.model.errors import ConfigError
 from tailrace.model.family import Guessed
 from tailrace.model.row_store import RowPool
@@ -46,6 +47,10 @@ class Csa2DraftingDecoder:
     ) -> torch.Tensor:
         """-> [tokens, hidden_size + targets x hidden_size]."""
         return self._decoder.forward(ids, positions, pool, rows, num_layers, with_features=True)
+
+    def rows_ahead(self) -> RowsAhead | None:
+        """See family.ReadingAhead."""
+        return self._decoder.rows_ahead()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._decoder.logits(hidden[:, : self.config.hidden_size])

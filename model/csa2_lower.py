@@ -15,6 +15,7 @@ from tailrace.kernels.paged_attention import RowSpan
 from tailrace.model import csa2_decoder
 from tailrace.model.csa2_config import Csa2Config
 from tailrace.model.csa2_decoder import Csa2Decoder
+from tailrace.model.engram import RowsAhead
 from tailrace.model.family import Progress
 from tailrace.model.row_store import RowPool
 from tailrace.model.tensors import TensorTable
@@ -51,6 +52,10 @@ class Csa2LowerHalf:
                 raise ValueError(f"tokens {row.upper_from} to {end} need the upper layers, which are not loaded")
         count = self.boundary if num_layers is None else min(num_layers, self.boundary)
         return self._decoder.forward(ids, positions, pool, rows, count)
+
+    def rows_ahead(self) -> RowsAhead | None:
+        """See family.ReadingAhead."""
+        return self._decoder.rows_ahead()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Raises ValueError."""

@@ -150,17 +150,21 @@ class EngramHash:
             found.append(mixed[:, None] % self._primes[which, k - 1])
         return torch.cat(found, 1) + self._offsets[which]
 
-    def rows_of_ids(self, ids: Sequence[int], num_before: int) -> dict[int, torch.Tensor]:
+    def rows_of_ids(
+        self, ids: Sequence[int], num_before: int, layers: Sequence[int] | None = None
+    ) -> dict[int, torch.Tensor]:
         """All rows that a span of a prompt will read, by layer, sorted: what to fetch before its forward.
 
         Args:
             ids: of the span and, before them, those of the `num_before` positions in front of it; `lookback` of them
                 are enough, fewer only where the prompt starts.
+            layers: of which tables; all if None.
         """
         lookback = self.config.lookback
         classes = self.classes(torch.tensor(ids, dtype=torch.int64))[max(0, num_before - lookback) :]
         missing = classes.new_full((max(0, lookback - num_before),), NOTHING)
-        return {layer: self.rows(layer, torch.cat((missing, classes))).unique() for layer in self.config.layers}
+        found = self.config.layers if layers is None else layers
+        return {layer: self.rows(layer, torch.cat((missing, classes))).unique() for layer in found}
 
 
 def hash_primes(config: EngramConfig) -> np.ndarray:
@@ -252,7 +256,7 @@ class RowsAhead:
 
     def _read(self, ids: list[int], num_before: int) -> int:
         count = 0
-        for layer, rows in self._hashes.rows_of_ids(ids, num_before).items():
+        for layer, rows in self._hashes.rows_of_ids(ids, num_before, tuple(self._tables)).items():
             own = self._tables[layer].own(rows)
             for some in own.split(_ROWS_AHEAD):
                 self._tables[layer].read(some[:, None])

@@ -120,6 +120,21 @@ class DraftingRowDecoder(RowDecoder, Protocol):
         ...
 
 
+class RowsAhead(Protocol):
+    """Fetches what steps over some ids will look up; see model/engram.py."""
+
+    def ask(self, ids: Sequence[int], num_before: int) -> object: ...
+
+
+@runtime_checkable
+class ReadingAhead(Protocol):
+    """A decoder that looks rows up by token ids, in tables that may not be in memory."""
+
+    def rows_ahead(self) -> RowsAhead | None:
+        """A reader of its own; None if this checkpoint has no tables."""
+        ...
+
+
 @runtime_checkable
 class LowerHalfDecoder(RowDecoder, Protocol):
     """The layers in front of a boundary, and nothing else: it makes what it can for rows that end before their

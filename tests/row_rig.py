@@ -166,7 +166,8 @@ class RowRig:
             kv, lambda wake, hook: [self._transport(boot, arena, wake, hook)], pages=[arena.pages],
         )  # fmt: skip
         node.address = node.start()  # type: ignore[attr-defined]
-        eos, prefill = ref.source.eos_ids, PrefillScheduler(self.chunk)
+        ahead = engine.read_ahead if engine.reads_ahead else None
+        eos, prefill = ref.source.eos_ids, PrefillScheduler(self.chunk, read_ahead=ahead)
         if role == "ctx":
             loop: Any = CtxLoop(
                 engine, kv, node, prefill, eos_ids=eos, grammars=ref.grammars, lower_half=self.lower_ctx

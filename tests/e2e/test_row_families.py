@@ -109,4 +109,8 @@ def test_a_prompts_end_left_to_gen_answers_as_one_process_and_gen_draws_the_firs
         one = answer(cluster, prompt_of(130, 230), 1)
         two = answer(cluster, prompt_of(130, 230), 8, n=2)
         assert two["token_ids"][:1] == one["token_ids"]
+        echo = {"prompt": prompt_of(90, 231), "echo": True, "max_tokens": 0}
+        refused = cluster.post("/v1/completions", echo | {"logprobs": 1})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs", refused.text
+        assert cluster.post("/v1/completions", echo).json()["usage"]["prompt_tokens"] == 90, "the lower half is enough"
         cluster.quiet()
