@@ -51,14 +51,19 @@ def make(ref: Reference) -> Iterator[Callable[..., RowRig]]:
         rig.close()
 
 
-def assert_bounded(rig: RowRig, prompts: Sequence[Sequence[int]], count: int = 8, share: float = 0.9, **options: Any):
+def assert_bounded(
+    rig: RowRig, prompts: Sequence[Sequence[int]], count: int = 8, share: float = 0.9,
+    among: Comparison | None = None, **options: Any,
+):  # fmt: skip
+    """`among` as RowRig.assert_equal has it."""
     assert rig.replay is not None
     answers = rig.ask(prompts, greedy(count), **options)
-    comparison = Comparison()
+    comparison = Comparison() if among is None else among
     for answer, prompt in zip(answers, prompts, strict=True):
         assert not answer.failed, answer.failed
         comparison.add(one_process(rig.ref, prompt, rig.replay, count), answer.samples[0])
-    comparison.check(share)
+    if among is None:
+        comparison.check(share)
     return answers
 
 
@@ -256,7 +261,8 @@ def test_many_at_once_in_one_batch(make):
 @pytest.mark.parametrize("chunk", [7, 16, 64])
 @pytest.mark.parametrize("kind", ["in_process", "shm", "nixl"])
 def test_many_lengths_and_chunks(make, kind: str, chunk: int):
-    rig = make(kind, chunk=chunk, gen_pages=600)
+    rig, all_of_them = make(kind, chunk=chunk, gen_pages=600), Comparison()
     for n in range(1, 150, 9):
-        assert_bounded(rig, [prompt_of(m, 1000 * chunk + m) for m in range(n, n + 9)], share=0.8)
+        assert_bounded(rig, [prompt_of(m, 1000 * chunk + m) for m in range(n, n + 9)], among=all_of_them)
+    all_of_them.check(0.9)
     rig.quiet()

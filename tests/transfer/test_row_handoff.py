@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from equal import prompt_of
-from oracle import Reference, greedy, reference
+from oracle import Comparison, Reference, greedy, reference
 from row_family import write_row_checkpoint
 from row_rig import RowRig
 from tiny_families import FAMILIES, RATIOS, WINDOWS, write_tiny_family
@@ -87,9 +87,10 @@ def test_answers_are_those_of_one_process_after_every_length(make, kind: str, ve
 @pytest.mark.parametrize("chunk", [7, 16, 64])
 @pytest.mark.parametrize("kind", ["in_process", "shm", "nixl"])
 def test_many_lengths_and_chunks(make, kind: str, chunk: int):
-    rig = make(kind, chunk=chunk, gen_pages=600)
+    rig, all_of_them = make(kind, chunk=chunk, gen_pages=600), Comparison()
     for n in range(1, 200, 9):
-        rig.assert_equal([prompt_of(m, 1000 * chunk + m) for m in range(n, n + 9)], 12)
+        rig.assert_equal([prompt_of(m, 1000 * chunk + m) for m in range(n, n + 9)], 12, among=all_of_them)
+    all_of_them.check(0.9)
     rig.quiet()
 
 
