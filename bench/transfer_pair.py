@@ -25,6 +25,7 @@ from tailrace.kv_cache.arena import Arena, arena_name
 from tailrace.kv_cache.layout import PageLayout, single_layout
 from tailrace.kv_cache.manager import KvManager
 from tailrace.model.state_groups import Field, GroupKind, StateGroup
+from tailrace.transfer.core_events import CoreConfig
 from tailrace.transfer.messages import Landed, LandingGrant, PageDescriptor
 from tailrace.transfer.page_list import PageList, UnitList
 from tailrace.transfer.transports.base import LandedIn, PostJob, ReadDone, ReadJob, Transport, Wake
@@ -34,7 +35,7 @@ from tailrace.transfer.transports.shm import ShmTransport
 
 TOTAL = 64 << 20
 SMOLLM2_PAGE = 368_640  # 16 tokens, bf16
-GRANTS = 8
+GRANTS = CoreConfig().max_grants_per_request
 NAP_S = 0.001
 CHUNKS = ChunkConfig()
 Key = tuple[str, int]

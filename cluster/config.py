@@ -311,9 +311,9 @@ class TailraceConfig(Section):
     transceiver_runtime: Literal["auto", "python", "ray"] = setting(
         "auto", "python is our transceiver, which auto means; ray lets Ray move the pages (baseline)."
     )
-    landing_chunks: int = setting(16, "Landing chunks of each gen worker (nixl, ucx, ray).", ge=1, le=1024)
+    landing_chunks: int = setting(8, "Landing chunks of each gen worker (nixl, ucx, ray).", ge=1, le=1024)
     landing_chunk_bytes: ChunkBytes = setting(
-        4 * 2**20, "Size of one landing chunk (nixl, ucx); two pages, if ctx's and gen's differ, at least."
+        8 * 2**20, "Size of one landing chunk (nixl, ucx); two pages, if ctx's and gen's differ, at least."
     )
     pairs_per_worker: int = setting(8, "Peers that one worker is paired with at once, at most.", ge=1, le=1024)
     peer_sms: int | None = setting(

@@ -16,7 +16,7 @@ from tailrace.transfer.transports.shm import ShmTransport
 from tailrace.transfer.transports.ucx import UcxTransport
 from tailrace.transfer.transports.ucx_thread import Library
 
-STAGING_CHUNKS = 8
+STAGING_CHUNKS = 4
 
 
 def make_transports(

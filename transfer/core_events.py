@@ -26,7 +26,7 @@ class CoreConfig:
         kv_transfer_timeout_s: a hand-off with no new unit for this long is given up.
         retry_failed_transfers: whether an attempt whose transfer failed may be made again (policy `recompute`).
         prompt_tail_tokens: prompt ids that the hand-off record carries; None for all of them.
-        max_grants_per_request: landing chunks that one request may have out at once.
+        max_grants_per_request: landing chunks that one request may have out: one lands, one is written, one waits.
         remember: ended keys kept, so that late frames are recognized.
         verify_pages: a page counts as arrived only if its sums are those that ctx took.
     """
@@ -36,7 +36,7 @@ class CoreConfig:
     kv_transfer_timeout_s: float = 60.0
     retry_failed_transfers: bool = True
     prompt_tail_tokens: int | None = None
-    max_grants_per_request: int = 8
+    max_grants_per_request: int = 3
     remember: int = 8192
     verify_pages: bool = False
 
