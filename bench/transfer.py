@@ -2,6 +2,8 @@
 
     transfer.shm.<page>       64 MiB of pages in random order       against copy (one memory copy, one thread)
     transfer.nixl.<page>      the same over NIXL and UCX's tcp      against nixl_per_page, nixl_one_block, copy
+    transfer.nixl.<page>.cpu  what both processes computed for it, ms, against the same: on two cores a move takes half
+                              of it at least
     transfer.<kind>.handoff   1000 tokens of SmolLM2, ms            against copy
     transfer.control.*        bytes and seconds beside the pages    (transfer_control.py)
     transfer.overlap          a hand-off while its prompt is being computed, against larger      (transfer_overlap.py)
@@ -38,10 +40,14 @@ NAMES = (
     "transfer.nixl.4k", "transfer.nixl.16k", "transfer.nixl.64k", "transfer.nixl.1m", "transfer.nixl.smollm2",
     "transfer.nixl.handoff",
 )  # fmt: skip
+CPU_NAMES = tuple(
+    f"{name}.cpu" for name in NAMES if name.startswith("transfer.nixl.") and not name.endswith(".handoff")
+)
 PARTS = ("transfer_control", "transfer_overlap", "transfer_codecs", "transfer_peers", "transfer_verify")
 
 
-def measure(kind: str, size: str, pairs: int) -> Row:
+def measure(kind: str, size: str, pairs: int) -> list[Row]:
+    """A row, and over nixl that of the CPU time beside it."""
     name = f"transfer.{kind}.{size}"
     handoff = size == "handoff"
     page_bytes = SMOLLM2_PAGE if handoff else SIZES[size]
@@ -54,21 +60,32 @@ def measure(kind: str, size: str, pairs: int) -> Row:
         nbytes = pair.n * page_bytes
         unit, better = ("ms", "lower") if handoff else ("GB/s", "higher")
         if not pair.is_right():
-            return Row(name, None, unit, better, status="held", reason="bytes differ; when they agree", identity=what)
+            return [Row(name, None, unit, better, status="held", reason="bytes differ; when they agree", identity=what)]
+        cpu_ms: dict[str, list[float]] = {}
 
-        def rate(seconds: Callable[[], float]) -> Callable[[], float]:
-            return lambda: seconds() * 1e3 if handoff else nbytes / seconds() / 1e9
+        def rate(key: str, seconds: Callable[[], float]) -> Callable[[], float]:
+            def measured() -> float:
+                before = pair.cpu_s()
+                took = seconds()
+                cpu_ms.setdefault(key, []).append((pair.cpu_s() - before) * 1e3)
+                return took * 1e3 if handoff else nbytes / took / 1e9
 
-        measures = {"ours": rate(pair.move)}
+            return measured
+
+        measures = {"ours": rate("ours", pair.move)}
         if kind == "nixl":
-            measures |= {"nixl_one_block": rate(pair.one_block)}
+            measures |= {"nixl_one_block": rate("nixl_one_block", pair.one_block)}
             if not handoff:
-                measures |= {"nixl_per_page": rate(pair.per_page)}
-        measures["copy"] = rate(pair.copy)
+                measures |= {"nixl_per_page": rate("nixl_per_page", pair.per_page)}
+        measures["copy"] = rate("copy", pair.copy)
         samples = interleaved(measures, pairs, warm_ups=2)
         if not pair.is_right():
-            return Row(name, None, unit, better, status="held", reason="bytes differ; when they agree", identity=what)
-        return row_of(name, unit, better, samples, what)
+            return [Row(name, None, unit, better, status="held", reason="bytes differ; when they agree", identity=what)]
+        rows = [row_of(name, unit, better, samples, what)]
+        if f"{name}.cpu" in CPU_NAMES:
+            computed = {key: values[-pairs:] for key, values in cpu_ms.items() if key != "copy"}
+            rows.append(row_of(f"{name}.cpu", "ms", "lower", computed, what))
+        return rows
     finally:
         pair.close()
 
@@ -82,13 +99,13 @@ def main() -> None:
     others = parts()
     parser = parser_of(__doc__ or "")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write plots there (needs matplotlib)")
-    args = arguments("", (*NAMES, *(name for part in others for name in part.NAMES)), parser=parser)
+    args = arguments("", (*NAMES, *CPU_NAMES, *(name for part in others for name in part.NAMES)), parser=parser)
     options = Options(args.quick, MIN_PAIRS if args.quick else 3 * MIN_PAIRS, tuple(args.names))
     rows = []
     for name in NAMES:
-        if options.wants(name):
+        if options.wants(name) or options.wants(f"{name}.cpu"):
             _, kind, size = name.split(".")
-            rows.append(measure(kind, size, options.pairs))
+            rows += [row for row in measure(kind, size, options.pairs) if options.wants(row.name)]
     for part in others:
         if any(options.wants(name) for name in part.NAMES):
             rows += part.rows(options)
