@@ -19,9 +19,15 @@ def render(cluster: dict[str, Any]) -> Iterator[Table]:
     for name, pool in cluster["pools"].items():
         whole.add_row(f"pages of {name}", _shown(pool["pages"]))
     yield whole
-    workers = [worker for pool in cluster["pools"].values() for worker in pool["workers"]]
+    workers = [_short(worker) for pool in cluster["pools"].values() for worker in pool["workers"]]
     yield _rows("workers", workers, WORKER_COLUMNS)
     yield _rows("pairs", cluster["pairs"], ("gen", "ctx", "codec"))
+
+
+def _short(worker: dict[str, Any]) -> dict[str, Any]:
+    """What fits a row: of its load only what is not 0, and of its pages how many are used."""
+    load = {key: value for key, value in worker["load"].items() if value}
+    return worker | {"pages": f"{_shown(worker['pages']['used'])} of {worker['pages']['total']}", "load": load or "-"}
 
 
 def _rows(name: str, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> Table:
