@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tailrace.cluster.config import TailraceConfig, load_config, load_file, read_args
+from tailrace.cluster.config import SECTIONS, TailraceConfig, load_config, load_file, read_args
 from tailrace.cluster.schema import json_schema
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "manifests"
@@ -47,6 +47,26 @@ def test_the_full_manifest_holds_the_defaults():
     default = TailraceConfig()
     different = {name for name in TailraceConfig.model_fields if getattr(ours, name) != getattr(default, name)}
     assert different == {"transceiver_runtime"}
+
+
+def test_the_full_manifest_calls_prototypes_what_the_schema_does():
+    said, wanted, above = set(), set(), []
+    for line in (MANIFESTS / "serve/full.yaml").read_text().splitlines():
+        key, _, comment = line.partition("#")
+        name = key.split(":")[0].strip()
+        depth = len(key) - len(key.lstrip())
+        if not name or depth < 6:
+            continue
+        above = above[: (depth - 6) // 2]
+        kind = SECTIONS[above[0]] if above else TailraceConfig
+        extra = kind.model_fields[name].json_schema_extra
+        above.append(name)
+        if name in SECTIONS:
+            continue
+        dotted = ".".join(above)
+        said |= {dotted} if "prototype" in comment else set()
+        wanted |= {dotted} if extra["x-status"] == "prototype" else set()
+    assert said and said == wanted
 
 
 @pytest.mark.parametrize("name", RAY)
