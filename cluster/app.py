@@ -52,6 +52,9 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Any:
         return self._front.app
 
+    def check_health(self) -> None:
+        self._front.check()
+
     async def __del__(self) -> None:
         await self._front.stop()
 

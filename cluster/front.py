@@ -197,6 +197,7 @@ class IngressFront:
             token_cache=token_cache(config, source),
         )
         self.app = build_app(service)
+        self._service = service
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -231,7 +232,8 @@ class IngressFront:
         return sock.getsockname()[1]
 
     def check(self) -> None:
-        """Raise if the HTTP server has ended by itself."""
+        """Raise if the HTTP server has ended by itself, or a fault has ended what keeps its requests."""
+        self._service.check()
         if self._serving is not None and self._serving.done():
             self._serving.result()
             raise PeerError("the HTTP server has ended")

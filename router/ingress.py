@@ -27,7 +27,7 @@ from tailrace.router.detokenize import TextStream, TokenTable
 from tailrace.router.flow import Flow, FlowPolicy, Spec
 from tailrace.router.output_form import OutputForms
 from tailrace.router.receipt import ttft_parts
-from tailrace.router.router_link import RouterPort
+from tailrace.router.router_link import RouterPort, check_task
 from tailrace.router.sample import Sample
 from tailrace.router.sampling import Limits
 from tailrace.router.stop_strings import StopStrings
@@ -221,6 +221,16 @@ class IngressService:
             asyncio.create_task(self._ticks(), name="ingress-ticks"),
             asyncio.create_task(self._watch_limits(), name="ingress-limits"),
         ]
+
+    def check(self) -> None:
+        """Return while all that time and the router ask of it goes on.
+
+        Raises:
+            WorkerError: a fault has ended it: leases would no longer be renewed, or no router found any more.
+        """
+        for task in self._tasks:
+            check_task(task)
+        self._router.check()
 
     async def close(self) -> None:
         """Cancel every request and leave."""

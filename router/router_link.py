@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from tailrace.model.errors import PeerError
+from tailrace.model.errors import PeerError, WorkerError
 from tailrace.transfer.links import Identity, Link, dial
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,12 @@ LONGEST_WAIT_S = 0.5
 Address = tuple[str, int, str]
 """(host, port, boot id; empty for any)."""
 FindRouter = Callable[[], Awaitable[Address | None]]
+
+
+def check_task(task: asyncio.Task[None]) -> None:
+    """Raise WorkerError, naming it, if a task that goes on as long as its process has ended by a fault."""
+    if task.done() and not task.cancelled():
+        raise WorkerError(f"task {task.get_name()!r} has ended: {task.exception()!r}")
 
 
 class RouterEvents(Protocol):
@@ -44,6 +50,8 @@ class RouterPort(Protocol):
     def start(self, events: RouterEvents) -> None: ...
 
     def send(self, frame: object) -> bool: ...
+
+    def check(self) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -72,6 +80,11 @@ class RouterLink:
             return False
         self._link.send(frame)
         return True
+
+    def check(self) -> None:
+        """Raises WorkerError if a fault has ended the search for the router."""
+        if self._task is not None:
+            check_task(self._task)
 
     async def close(self) -> None:
         if self._task is not None:

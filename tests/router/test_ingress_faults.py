@@ -10,9 +10,12 @@ import openai
 import pytest
 from ingress_fakes import FakeCluster, Run, ids_of, ingress, run_of, serving
 
+from tailrace.model.errors import WorkerError
 from tailrace.router.flow import TOGETHER_S
 from tailrace.router.http_limits import LimitedProtocol
+from tailrace.router.router_link import RouterLink
 from tailrace.router.sse import EventStream
+from tailrace.transfer.links import Identity
 from tailrace.transfer.messages import Cancel, Deaths, Done, Fail, Place, Refused, Submit, Tokens, unpack_ids
 
 WORDS = ids_of(" one two three four five six seven eight nine ten")
@@ -592,3 +595,38 @@ async def test_a_hundred_streams_share_their_writes_and_a_new_request_is_quick()
         assert asyncio.get_running_loop().time() - started < 0.5
         assert all(len(s.text()) > 100 and s.finish() == "length" for s in await asyncio.gather(*streams))
         await api.quiet()
+
+
+# ------------------------------------------------------------------------------------------------- faults of its own
+
+
+def _break(now: float) -> None:
+    raise KeyError("a fault of the ingress's own")
+
+
+async def said_by(check) -> str:
+    """What a health check complains of, once it does."""
+    for _ in range(200):
+        try:
+            check()
+        except WorkerError as error:
+            return str(error)
+        await asyncio.sleep(0.01)
+    raise AssertionError("it is said to be well")
+
+
+async def test_an_ingress_that_no_longer_renews_its_requests_is_not_well():
+    async with serving(outputs) as api:
+        api.service.check()
+        api.service.watchers.add(_break)
+        assert "'ingress-ticks' has ended: KeyError" in await said_by(api.service.check)
+
+
+async def test_an_ingress_that_no_longer_looks_for_a_router_is_not_well():
+    async def find():
+        raise TypeError("an answer of no known kind")
+
+    link = RouterLink(find, Identity("ingress", "ingress-0", "b"), b"secret")
+    link.check()
+    link.start(None)
+    assert "'router-link' has ended: TypeError" in await said_by(link.check)
