@@ -86,16 +86,28 @@ def compat_record(
     if pages.shape[1] != layout.bytes_per_page:
         raise WorkerError(f"pages have {pages.shape[1]} bytes, the family's rows fill {layout.bytes_per_page}")
     groups = tuple(enumerate(layout.rows.describe().split("; ")))
+    record = GroupRecord(ROWS, None, groups, fields=1, kv_heads=1, dim=layout.bytes_per_page)
+    return _record(config, source, layout, record, len(pools), (RAW,))
+
+
+def _record(
+    config: TailraceConfig,
+    source: ModelSource,
+    layout: PageLayout | RowLayout,
+    group: GroupRecord,
+    tp: int,
+    codecs: tuple[str, ...],
+) -> CompatRecord:
     return CompatRecord(
         protocol=PROTOCOL_VERSION,
         model=source.revision,
         dtype=layout.dtype,
         tokens_per_page=layout.tokens_per_page,
         block_tokens=config.block_tokens,
-        groups=(GroupRecord(ROWS, None, groups, fields=1, kv_heads=1, dim=layout.bytes_per_page),),
+        groups=(group,),
         page_bytes=(layout.bytes_per_page,),
-        tp=len(pools),
-        codecs=(RAW,),
+        tp=tp,
+        codecs=codecs,
     )
 
 
@@ -119,17 +131,8 @@ def _plain_record(
         kv_heads=heads,
         dim=dim,
     )
-    return CompatRecord(
-        protocol=PROTOCOL_VERSION,
-        model=source.revision,
-        dtype=layout.dtype,
-        tokens_per_page=layout.tokens_per_page,
-        block_tokens=config.block_tokens,
-        groups=(record,),
-        page_bytes=(layout.bytes_per_page,),
-        tp=tp,
-        codecs=usable_codecs(config, (*kv.shape[1:3], heads, *kv.shape[4:]), kv.dtype),
-    )
+    codecs = usable_codecs(config, (*kv.shape[1:3], heads, *kv.shape[4:]), kv.dtype)
+    return _record(config, source, layout, record, tp, codecs)
 
 
 def usable_codecs(config: TailraceConfig, page: tuple[int, ...], dtype: torch.dtype) -> tuple[str, ...]:
