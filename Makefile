@@ -51,10 +51,11 @@ setup: $(STAMP)
 serve: setup
 	$(BIN)/tailrace serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(OPERATORS_PORT),--operators-port $(OPERATORS_PORT))
 
+# Three at a time on two cores: what waits for a process to start or a lease to end leaves its core to another.
 # What times itself is tried once more, by itself, if it failed, and named: a machine that others share makes a test miss
 # its time now and then. What fails twice fails, and ten failures are no chance. Other tests have one try, soak too.
 test: setup types $(INTERPRETER)
-	$(PYTEST) -n 2 --dist loadscope -m "not alone and not soak and not gpu and not hosts" --durations 15
+	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadscope -m "not alone and not soak and not gpu and not hosts" --durations 15
 	$(PYTEST) -m "alone and not soak and not gpu and not hosts" --maxfail 10 --durations 15 || $(AGAIN)
 
 test-cluster: setup

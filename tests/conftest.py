@@ -14,8 +14,9 @@ import pytest
 
 SHM = Path("/dev/shm")
 ALONE = ("e2e", "cluster", "soak")  # folders whose tests start several processes of ours, and time much of what they do
-SIDE_BY_SIDE = (  # what of them compares answers and bytes, or starts nothing
+SIDE_BY_SIDE = (  # what of them compares answers and bytes, has bounds of many seconds, or starts nothing
     "test_cli", "test_config", "test_device", "test_discovery", "test_log", "test_made_transports", "test_manifests",
+    "test_other_transports", "test_ray_directory", "test_serve_command",
     "test_api", "test_backflow", "test_codecs", "test_equality", "test_grammars", "test_hand_off_cases",
     "test_model_view", "test_models_page", "test_placement", "test_tensor_parallel", "test_tokens",
     "test_unequal_pairs", "test_verify",
