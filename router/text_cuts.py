@@ -44,7 +44,7 @@ class _Rule:
 
 
 _RULES = (
-    _Rule(r"(?<=[A-Za-z])(?= [A-Za-z])", re.compile(rb"[A-Za-z] ")),
+    _Rule(r"(?= [A-Za-z])(?<=[A-Za-z])", re.compile(rb"[A-Za-z] ")),  # the space first: most characters are none
     _Rule(r"(?<=\w\n)(?=\w)", re.compile(rb"\n[\w\x80-\xff]")),
 )
 
@@ -56,10 +56,16 @@ _PIECES = (
 
 
 class Cuts:
-    """The places of one tokenizer."""
+    """The places of one tokenizer.
 
-    def __init__(self, pattern: str) -> None:
-        self._place = re.compile(pattern)
+    Args:
+        patterns: each matches the empty string at places of one kind. Words are cut at those of the first alone, which
+            is found three times as fast as either of two.
+    """
+
+    def __init__(self, *patterns: str) -> None:
+        self._place = re.compile("|".join(patterns))
+        self._word = re.compile(patterns[0])
 
     def parts(self, text: str, least: int = PART_CHARS) -> Iterator[str]:
         """The text in order, in parts of at least `least` (1 or more) characters, but for the last."""
@@ -68,6 +74,10 @@ class Cuts:
             yield text[start : place.start()]
             start = place.start()
         yield text[start:]
+
+    def words(self, text: str) -> list[str]:
+        """The text in order, in parts as short as places of the first kind allow."""
+        return self._word.split(text)
 
     def places(self, text: str) -> list[int]:
         return [place.start() for place in self._place.finditer(text)]
@@ -80,7 +90,7 @@ def exact_cuts(tokens: Tokens, added: Sequence[str] = ()) -> Cuts | None:
         added: tokens that are found in a text before it is split; those that a cut might touch are tried.
     """
     kept = [rule for rule in _RULES if not _crossed(tokens, rule) and _changes_nothing(tokens, Cuts(rule.cut), added)]
-    return Cuts("|".join(rule.cut for rule in kept)) if kept else None
+    return Cuts(*(rule.cut for rule in kept)) if kept else None
 
 
 def _crossed(tokens: Tokens, rule: _Rule) -> bool:

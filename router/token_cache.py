@@ -1,10 +1,12 @@
 """Prompts that begin as earlier ones did are not tokenized again: the prompt-token cache.
 
     text -> parts (text_cuts.py) -> each part's ids from memory, from the node's store, or from the tokenizer -> joined
+    short text -> word_ids.py
 
 The ids are exactly those of plain tokenization. A chat's next turn repeats its former messages, so all parts but the
-last few are found. Parts are keyed by a hash of the tokenizer and their text; memory and store are bounded in bytes,
-least recently used first. Used by several threads at once; dies with its process, the store outlives it.
+last few are found; a short text is looked up word by word. Parts are keyed by a hash of the tokenizer and their text;
+memory and store are bounded in bytes, least recently used first. Used by several threads at once; dies with its
+process, the store outlives it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Protocol
 
 from tailrace.router.text_cuts import PART_CHARS, Cuts
 from tailrace.router.token_store import TokenStore
+from tailrace.router.word_ids import WordIds
 from tailrace.transfer.metrics import Metrics
 
 KEY_BYTES = 16
@@ -69,13 +72,15 @@ class PromptTokenCache:
         self._max_bytes, self._bytes = max_bytes, 0
         self._known: OrderedDict[bytes, array[int]] = OrderedDict()
         self._lock = threading.Lock()
+        self._words = WordIds(encoder, cuts)
         self._before, self._after = self._outer_ids()
         self.counts = CacheCounts()
 
     def encode(self, text: str, *, special: bool) -> Sequence[int]:
         """As Tokenizer.encode, a long text's ids as an array. Raises what it raises."""
         if len(text) < 2 * PART_CHARS:
-            return self._encoder.encode(text, special=special)
+            ids = self._words.encode(text)
+            return [*self._before, *ids, *self._after] if special else ids
         parts = list(self._cuts.parts(text))
         keys = [
             blake2b(part.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES, key=self._salt).digest()

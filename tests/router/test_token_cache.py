@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -17,11 +18,13 @@ from tokenizers.processors import TemplateProcessing
 from tailrace.kv_cache.block_hash import BlockHasher
 from tailrace.model.tokenizer import Tokenizer as OurTokenizer
 from tailrace.model.tokenizer import from_hf_json
+from tailrace.router import word_ids
 from tailrace.router.detokenize import TokenTable
 from tailrace.router.text_cuts import PART_CHARS, Cuts, exact_cuts
 from tailrace.router.token_cache import PromptTokenCache
 from tailrace.router.token_store import ROW_BYTES, TokenStore
 from tailrace.router.tokenization import TextPrompt, Tokenization
+from tailrace.router.word_ids import MAX_NEW_WORDS, MAX_WORD_CHARS, WordIds
 
 WORDS = (
     "the of and a in to is was he for it with as his on be at by i this had not are but from or have an they which one"
@@ -202,6 +205,76 @@ def test_two_models_share_no_entry_in_one_store(tmp_path):
         tokens = PromptTokenCache(tokenizer_of(name), cuts_of(name), revision=revision, max_bytes=1 << 22, store=store)
         assert list(tokens.encode(TEXT, special=False)) == tokenizer_of(name).encode(TEXT, special=False)
     store.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+class CountingEncoder:
+    """A tokenizer that tells what it was given."""
+
+    def __init__(self, name: str = "smollm2") -> None:
+        self._tokenizer = tokenizer_of(name)
+        self.texts: list[str] = []
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        self.texts.append(text)
+        return self._tokenizer.encode(text, special=special)
+
+    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        self.texts += texts
+        return self._tokenizer.encode_parts(texts)
+
+
+@cache
+def words_of(name: str) -> WordIds:
+    return WordIds(tokenizer_of(name), cuts_of(name))
+
+
+@pytest.mark.parametrize("name", MAKE)
+@settings(max_examples=80, deadline=None)
+@given(text=TEXTS, start=st.integers(0, 9000), length=st.integers(0, 400))
+def test_ids_are_those_of_plain_tokenization_whatever_was_seen_before(name, text, start, length):
+    """One memory for all examples, so that words come known, new and too many."""
+    for whole in (text, text + TEXT[start : start + length] + text):
+        assert words_of(name).encode(whole) == tokenizer_of(name).encode(whole, special=False)
+
+
+def test_a_text_of_known_words_needs_no_tokenizer():
+    encoder = CountingEncoder()
+    words = WordIds(encoder, cuts_of("smollm2"))
+    first = "the man of the house was on the hill"
+    assert words.encode(first) == words.encode(first)
+    assert sorted(encoder.texts) == sorted({"the", " man", " of", " the", " house", " was", " on", " hill"})
+    encoder.texts.clear()
+    assert words.encode("the hill was of man on the house") == tokenizer_of("smollm2").encode(
+        "the hill was of man on the house", special=False
+    )
+    assert not encoder.texts
+
+
+def test_a_text_of_many_new_words_is_tokenized_as_a_whole_and_a_few_of_them_are_learnt():
+    encoder = CountingEncoder()
+    words = WordIds(encoder, cuts_of("smollm2"))
+    rng = random.Random(5)
+    text = " ".join("".join(rng.choices("abcdefgh", k=6)) for _ in range(100))
+    assert words.encode(text) == tokenizer_of("smollm2").encode(text, special=False)
+    assert len(words) == MAX_NEW_WORDS and encoder.texts.count(text) == 1
+    assert len(encoder.texts) == MAX_NEW_WORDS + 1
+
+
+def test_memory_is_bounded_in_words_and_in_their_length(monkeypatch):
+    monkeypatch.setattr(word_ids, "MAX_WORDS", 40)
+    encoder = CountingEncoder()
+    words = WordIds(encoder, cuts_of("smollm2"))
+    for number in range(30):
+        words.encode(" ".join("".join(random.Random(number * 9 + i).choices("abcdefgh", k=7)) for i in range(9)))
+        assert len(words) <= 40 + MAX_NEW_WORDS
+    words = WordIds(encoder, cuts_of("smollm2"))
+    long = "x" * (MAX_WORD_CHARS + 1)
+    assert words.encode(long) == words.encode(long) == tokenizer_of("smollm2").encode(long, special=False)
+    assert len(words) == 0
+    assert words.encode("") == []
 
 
 # --------------------------------------------------------------------------------------------------------------- bounds
