@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ class RouterFront:
             await self._server.stop()
             raise ConfigError(f"operators_port: {error}") from None
         self._watch = asyncio.create_task(self._server.serve_forever(), name="router")
-        self._heap = asyncio.create_task(_collect_garbage(self._server), name="router-heap")
+        self._heap = asyncio.create_task(_collect_garbage(lambda: self._server.num_workers), name="router-heap")
         entry = {"host": self._host, "port": self._server.port, "boot": self._server.boot}
         await asyncio.to_thread(self._directory.publish, ROUTER, entry)
 
@@ -200,9 +200,11 @@ class IngressFront:
         self._service = service
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._heap: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Nothing: the application's lifespan does it."""
+        """All but garbage is the matter of the application's lifespan. What is kept for long is here by now."""
+        self._heap = asyncio.create_task(_collect_garbage(lambda: 1), name="ingress-heap")
 
     async def listen(self, host: str, port: int) -> int:
         """Serve HTTP here (without Ray, whose Serve does it otherwise); returns the port.
@@ -239,6 +241,8 @@ class IngressFront:
             raise PeerError("the HTTP server has ended")
 
     async def stop(self) -> None:
+        if self._heap is not None:
+            self._heap.cancel()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
@@ -248,14 +252,14 @@ class IngressFront:
         return None if entry is None else (entry["host"], entry["port"], entry["boot"])
 
 
-async def _collect_garbage(server: RouterServer) -> None:
-    """Between the router's events, as long as it runs."""
+async def _collect_garbage(kept: Callable[[], int]) -> None:
+    """Between a process's events, as long as it runs. `kept`: as Heap.tick has it."""
     heap = Heap()
     heap.begin()
     try:
         while True:
             await asyncio.sleep(TICK_S)
-            heap.tick(server.num_workers)
+            heap.tick(kept())
     finally:
         heap.end()
 

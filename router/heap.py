@@ -1,4 +1,4 @@
-"""When a process that answers within a tenth of a millisecond looks for garbage: between its events, not amid them.
+"""When a process that has to answer at once (router, ingress) looks for garbage: between its events, not amid them.
 
 Python's collector starts whenever so many objects were made, in the midst of whatever makes them, and looks through all
 that is kept. Here it is off, and its rounds are made when time has passed: young objects each time, all now and then.
