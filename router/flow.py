@@ -523,7 +523,7 @@ class Flow:
     def _submit(self, attempt: Attempt, leg: str, now: float) -> Submit:
         spec, output = self.spec, attempt.output_ids
         params = spec.params
-        if not self._brings_echo(attempt, output):
+        if params.prompt_logprobs is not None and not self._brings_echo(attempt, output):
             params = replace(params, prompt_logprobs=None)
         return Submit(
             request=spec.request,

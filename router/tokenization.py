@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 from tailrace.kv_cache.block_hash import BlockHasher, namespace
@@ -37,6 +38,7 @@ GLANCE_CHARS_PER_TOKEN = 8
 GLANCE_SLACK_TOKENS = 64  # tokens at the cut that the whole text might have merged differently
 
 SLICE_IDS = 16_384
+SCOPES_KEPT = 256
 
 T = TypeVar("T")
 
@@ -116,6 +118,7 @@ class Prompt:
     scope: str = ""
 
 
+@lru_cache(SCOPES_KEPT)
 def scope_of(revision: str, tenant: str, cache_salt: str) -> str:
     """Prompts share pages only within one scope. JSON keeps the three parts apart whatever they contain.
 
