@@ -29,7 +29,7 @@ from tailrace.router.ledger import POOL, Claims, PrefillClaims
 from tailrace.router.migrations import Migrations
 from tailrace.router.pairing import Pair
 from tailrace.router.settings import RouterSettings
-from tailrace.router.shortlist import Shortlist
+from tailrace.router.shortlist import MANY, Shortlist
 from tailrace.router.tenants import Mean, Tenant, Tenants
 from tailrace.router.worker import Usable, Worker
 from tailrace.router.workers import WorkerTable
@@ -354,9 +354,10 @@ class RouterState:
             shortlist.changed(boot)
 
     def refresh_shortlists(self) -> None:
-        """After each event, so that the next choice need not."""
-        for shortlist in self.shortlists:
-            shortlist.refresh()
+        """After each event, so that the next choice need not. Few workers are all looked at, and nobody asks."""
+        if len(self.workers) > MANY:
+            for shortlist in self.shortlists:
+                shortlist.refresh()
 
     def _load(self, boot: str) -> tuple[float, int, str] | None:
         """What the policy looks at first, for the shortlist; None for a worker that does not prefill, or is gone."""
