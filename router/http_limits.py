@@ -80,8 +80,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+        if not self._in_head:
+            return
+        if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
+        else:
+            self._await_head()  # most come whole, and need no timer
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "this is no HTTP request")
@@ -91,7 +95,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._await_head()
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
