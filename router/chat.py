@@ -15,11 +15,10 @@ class ChatFormat:
 
     def __init__(self, reply: Reply, table: TokenTable) -> None:
         self._reply, self._table = reply, table
-        head = {
-            "id": reply.id, "object": "chat.completion.chunk", "created": reply.created, "model": reply.model,
-            "system_fingerprint": None,
-        }  # fmt: skip
-        self._head = f"data: {dumps(head)[:-1]},"
+        self._head = (
+            f'data: {{"id":{dumps(reply.id)},"object":"chat.completion.chunk","created":{reply.created},'
+            f'"model":{dumps(reply.model)},"system_fingerprint":null,'
+        )
         self._usage = ',"usage":null' if reply.with_usage else ""
 
     def _event(self, choice: int, delta: str, finish: str = "null", piece: Piece | None = None) -> str:

@@ -89,6 +89,28 @@ class Piece(NamedTuple):
     logprob: TokenLogprob | None
 
 
+class _Utf8:
+    """Bytes in, the characters that became complete out. Most tokens are ASCII, and need no decoder.
+
+    Args:
+        open_bytes: of an incomplete character that came before.
+    """
+
+    def __init__(self, open_bytes: bytes = b"") -> None:
+        self._decoder: codecs.IncrementalDecoder | None = None  # made when it is needed first
+        self._open = False  # it holds an incomplete character
+        self.decode(open_bytes)
+
+    def decode(self, data: bytes, final: bool = False) -> str:
+        if data.isascii() and not self._open:
+            return data.decode("ascii")
+        if self._decoder is None:
+            self._decoder = _Decoder("replace")
+        text = self._decoder.decode(data, final)
+        self._open = bool(self._decoder.getstate()[0])
+        return text
+
+
 class _Held(NamedTuple):
     token: int
     data: bytes
@@ -113,8 +135,7 @@ class TextStream:
     ) -> None:
         self.stopped = False
         self._table, self._stops, self._min_tokens = table, stops, min_tokens
-        self._decoder = _Decoder("replace")
-        self._decoder.decode(open_bytes)
+        self._decoder = _Utf8(open_bytes)
         self._state = 0
         self._num_tokens = 0
         self._num_bytes = 0  # of the stream, held ones included
