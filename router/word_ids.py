@@ -47,8 +47,9 @@ class WordIds:
         """As Tokenizer.encode, nothing put around the text. Raises what it raises."""
         words = self._cuts.words(text)
         found = list(map(self._known.get, words))
-        if None not in found:
-            return list(chain.from_iterable(found))
+        known = [ids for ids in found if ids is not None]
+        if len(known) == len(words):
+            return list(chain.from_iterable(known))
         new = list(dict.fromkeys(word for word, ids in zip(words, found, strict=True) if ids is None))
         learnt = self._learn(new[:MAX_NEW_WORDS])
         if len(new) > MAX_NEW_WORDS:
