@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +60,9 @@ Engine = Callable[..., Any]  # Subject.ask of an engine in a process of its own
 
 
 def load_cluster_class() -> type:
-    """LocalCluster of the tests, whose module has the same name as one here."""
+    """LocalCluster of the tests, whose module has the same name as one here; others of the tests it finds by theirs."""
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.append(str(ROOT / "tests"))  # behind our own folder
     spec = importlib.util.spec_from_file_location("cluster_harness", ROOT / "tests" / "harness.py")
     assert spec is not None
     assert spec.loader is not None

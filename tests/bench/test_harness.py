@@ -105,3 +105,13 @@ def test_the_comparison_calls_worse_what_got_worse(bench):
     assert flagged == {"rate", "gone", "gate"} and worse == 3 and len(lines) == 6
     assert compare.compare(rows(time=(100, "lower")), rows(time=(130, "lower")), 0.1)[1] == 1
     assert compare.compare(old, old, 0.1)[1] == 0
+
+
+def test_a_bench_finds_the_tests_cluster_and_what_that_needs_from_its_own_folder_alone(bench, monkeypatch):
+    """It runs as a script: the tests' folder, which pytest has on its path, is not on its own."""
+    cpu_http = bench("cpu_http")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != BENCH.parent / "tests"])
+    for name in ("forked_process", "cluster_harness"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert cpu_http.load_cluster_class().__name__ == "LocalCluster"
+    assert sys.path.index(str(BENCH)) < sys.path.index(str(BENCH.parent / "tests")), "our own harness comes first"
