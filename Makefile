@@ -12,7 +12,8 @@ ROOMS := kernels model kv_cache transfer engine ctx_worker gen_worker router clu
 CONFIG ?= manifests/serve/local.yaml
 PORT ?=
 OPERATORS_PORT ?=
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --durations 15
+HERE := not soak and not gpu and not hosts
 AGAIN := $(PYTEST) --last-failed --last-failed-no-failures none --maxfail 1
 TORCH ?= torch==2.13.0
 # What tests hold DeepSeek V4.1 against; of these packages they load one module each, which needs mlx and nothing else.
@@ -51,12 +52,13 @@ setup: $(STAMP)
 serve: setup
 	$(BIN)/tailrace serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(OPERATORS_PORT),--operators-port $(OPERATORS_PORT))
 
-# Three at a time on two cores: what waits for a process to start or a lease to end leaves its core to another.
-# What times itself is tried once more, by itself, if it failed, and named: a machine that others share makes a test miss
+# On two cores: three tests at a time that compute; then two that start processes and mostly wait for them; then one at a
+# time. What times itself is tried once more, by itself, if it failed, and named: a machine that others share makes a test miss
 # its time now and then. What fails twice fails, and ten failures are no chance. Other tests have one try, soak too.
 test: setup types $(INTERPRETER)
-	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadscope -m "not alone and not soak and not gpu and not hosts" --durations 15
-	$(PYTEST) -m "alone and not soak and not gpu and not hosts" --maxfail 10 --durations 15 || $(AGAIN)
+	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadscope -m "not alone and not in_pairs and $(HERE)"
+	$(PYTEST) -n 2 --dist loadscope -m "in_pairs and $(HERE)" --maxfail 10 || $(AGAIN)
+	$(PYTEST) -m "alone and $(HERE)" --maxfail 10 || $(AGAIN)
 
 test-cluster: setup
 	$(PYTEST) -m hosts tests

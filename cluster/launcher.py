@@ -117,6 +117,7 @@ class LocalCluster:
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         ray.init(
+            "local",  # whatever cluster RAY_ADDRESS names
             num_cpus=max(8, 2 * (os.cpu_count() or 1)),  # logical; the replicas ask for fractions
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,

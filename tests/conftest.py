@@ -14,12 +14,16 @@ import pytest
 
 SHM = Path("/dev/shm")
 ALONE = ("e2e", "cluster", "soak")  # folders whose tests start several processes of ours, and time much of what they do
-SIDE_BY_SIDE = (  # what of them compares answers and bytes, has bounds of many seconds, or starts nothing
+SIDE_BY_SIDE = (  # what of them compares answers and bytes, or starts nothing
     "test_cli", "test_config", "test_device", "test_discovery", "test_log", "test_made_transports", "test_manifests",
-    "test_other_transports", "test_ray_directory", "test_serve_command",
     "test_api", "test_backflow", "test_codecs", "test_equality", "test_grammars", "test_hand_off_cases",
     "test_model_view", "test_models_page", "test_placement", "test_tensor_parallel", "test_tokens",
     "test_unequal_pairs", "test_verify",
+)  # fmt: skip
+IN_PAIRS = (  # what starts processes and mostly waits for them, with bounds of a second or more
+    "test_cases_operability", "test_deaths", "test_front", "test_local_serve", "test_other_transports", "test_pairs",
+    "test_rank_group", "test_ray_directory", "test_serve_command", "test_supervisor", "test_sweep",
+    "test_transfer_faults",
 )  # fmt: skip
 COLLECTED = pytest.StashKey[dict[str, set[str]]]()
 BEFORE = pytest.StashKey[tuple[set[str], set[str]]]()
@@ -37,7 +41,7 @@ def _ray_sessions() -> set[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in ALONE and item.path.stem not in SIDE_BY_SIDE:
-            item.add_marker("alone")
+            item.add_marker("in_pairs" if item.path.stem in IN_PAIRS else "alone")
     config.stash[COLLECTED] = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
 
 

@@ -59,6 +59,7 @@ class Served:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tailrace.cluster.cli", "serve", str(self.file)],
                 stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+                env=os.environ | {"RAY_ADDRESS": "127.0.0.1:1"},  # the user's other cluster, which is none of ours
             )  # fmt: skip
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
 
@@ -330,6 +331,7 @@ def test_ctrl_c_leaves_nothing_within_20_seconds_and_it_starts_again_at_once(ser
     served.wait_for("Ctrl-C ends it", READY_S)
 
 
+@pytest.mark.soak
 def test_a_dead_ray_ends_it_and_leaves_nothing(served: Served):
     (raylet,) = served.find("/raylet/raylet")
     os.kill(raylet, signal.SIGKILL)
@@ -346,6 +348,7 @@ def test_killing_the_driver_leaves_nothing_within_10_seconds(served: Served):
     until(lambda: served.traces() == [], 10, "an empty machine")
 
 
+@pytest.mark.soak
 def test_ctrl_c_while_it_starts_leaves_nothing(served: Served):
     served.start()
     served.wait_for("starting Ray", 30)

@@ -125,6 +125,7 @@ def test_d24_a_bound_stream_goes_on_as_if_nothing_had_happened_when_its_gen_is_k
     cluster.wait_ready()
 
 
+@pytest.mark.soak
 def test_d24_two_bound_samples_go_on_each_as_it_was_when_their_gen_is_killed(cluster, model):
     """Grammar, seed and n = 2: each sample goes on with its own draws and its own place in the grammar."""
     prompt, max_tokens, grammar = prompt_of(50, 78), 1000, grammar_text("json_schema", NUMBERS)

@@ -119,6 +119,7 @@ def test_e10_a_killed_supervisor_takes_all_ranks_along(over_shm: LocalCluster, m
     assert_equal(over_shm, model, [prompt_of(40, 7)], 4)
 
 
+@pytest.mark.soak
 def test_pages_of_several_ranks_cross_in_landing_chunks_too(model: Model, tmp_path: Path):
     """Over nixl: from 2 ranks to 4, and to 1."""
     each = {"gen-0": ranks("gen", 4), "gen-1": ranks("gen", 1)}

@@ -107,6 +107,7 @@ def test_the_shadow_check_finds_what_nobody_else_does(shared, model):
         assert_equal(cluster, model, [prompt])
 
 
+@pytest.mark.soak
 def test_fifty_right_requests_raise_no_false_alarm(shared, model):
     with cluster_of(shared, model, "shm", shadow_check_every=1) as cluster:
         before = {result: checks(cluster, result) for result in ("equal", "different", "skipped")}

@@ -141,19 +141,37 @@ def quality(exact: list[torch.Tensor], found: list[torch.Tensor], part: slice) -
     return float(divergence), float((a.argmax(-1) != b.argmax(-1)).float().mean())
 
 
-def test_bf16_is_as_close_to_float32_as_transformers_is(served: Callable[..., Reference], smollm2_transformers: Any):
-    """Teacher-forced; the packed weights that are served and the dense ones; prefill and decode judged apart."""
-    texts = text_ids(served(True))
-    full = smollm2_transformers(torch.float32)
+@pytest.fixture(scope="module")
+def texts(served: Callable[..., Reference]) -> list[list[int]]:
+    return text_ids(served(True))
+
+
+@pytest.fixture(scope="module")
+def exact(texts: list[list[int]], smollm2_transformers: Any) -> list[torch.Tensor]:
+    """Log-probabilities [tokens, vocab] of each text in float32."""
     with torch.inference_mode():
-        exact = list(full(torch.tensor(texts)).logits.log_softmax(-1))
-    theirs = cached_transformers(smollm2_transformers(torch.bfloat16), texts)
-    for quantized in (True, False):
-        mine = ours(served(quantized), texts)
-        for part in (slice(0, PREFIX), slice(PREFIX, None)):
-            count = sum(len(t[part]) for t in exact)
-            their_kl, their_flips = quality(exact, theirs, part)
-            my_kl, my_flips = quality(exact, mine, part)
-            figures = f"{quantized=} {part}: KL {my_kl:.5f}/{their_kl:.5f}, flips {my_flips:.4f}/{their_flips:.4f}"
-            assert my_kl <= 1.5 * their_kl, figures
-            assert my_flips <= 1.5 * their_flips + 3 * (0.02 / count) ** 0.5, figures  # and what chance may add
+        return list(smollm2_transformers(torch.float32)(torch.tensor(texts)).logits.log_softmax(-1))
+
+
+@pytest.fixture(scope="module")
+def theirs(texts: list[list[int]], smollm2_transformers: Any) -> list[torch.Tensor]:
+    return cached_transformers(smollm2_transformers(torch.bfloat16), texts)
+
+
+@pytest.mark.parametrize("quantized", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_bf16_is_as_close_to_float32_as_transformers_is(
+    served: Callable[..., Reference],
+    texts: list[list[int]],
+    exact: list[torch.Tensor],
+    theirs: list[torch.Tensor],
+    quantized: bool,
+):
+    """Teacher-forced; the packed weights that are served, or dense ones; prefill and decode judged apart."""
+    mine = ours(served(quantized), texts)
+    for part in (slice(0, PREFIX), slice(PREFIX, None)):
+        count = sum(len(t[part]) for t in exact)
+        their_kl, their_flips = quality(exact, theirs, part)
+        my_kl, my_flips = quality(exact, mine, part)
+        figures = f"{quantized=} {part}: KL {my_kl:.5f}/{their_kl:.5f}, flips {my_flips:.4f}/{their_flips:.4f}"
+        assert my_kl <= 1.5 * their_kl, figures
+        assert my_flips <= 1.5 * their_flips + 3 * (0.02 / count) ** 0.5, figures  # and what chance may add

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 SMALL = {
-    "decode attention": 12, "prefill attention": 4, "far pages": 3, "norm": 16, "rotary": 8, "gate": 8, "sampling": 3,
+    "decode attention": 6, "prefill attention": 4, "far pages": 3, "norm": 16, "rotary": 8, "gate": 8, "sampling": 3,
     "refusals": 29,
 }  # fmt: skip
 REAL = SMALL | {"decode attention": 36, "prefill attention": 9, "sampling": 9, "beside SDPA": 6, "graphs": 5}

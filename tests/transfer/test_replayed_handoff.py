@@ -91,7 +91,11 @@ def test_an_exact_replay_answers_as_one_process_after_every_length(make, kind: s
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy"), [("shm", BOUNDED), ("nixl", ReplayPolicy(17, 40))], ids=["decoder", "encoder longer"]
+    ("kind", "policy"),
+    [
+        pytest.param("shm", BOUNDED, id="decoder"),
+        pytest.param("nixl", ReplayPolicy(17, 40), id="encoder longer", marks=pytest.mark.soak),
+    ],
 )
 def test_a_bounded_replay_answers_as_one_process_that_replays_as_much(make, kind: str, policy: ReplayPolicy):
     rig = make(kind, policy, chunk=24)
@@ -191,7 +195,9 @@ def test_a_ctx_that_has_the_lower_half_only_refuses_what_needs_more_and_serves_w
     rig.quiet()
 
 
-@pytest.mark.parametrize(("length", "sent"), [(70, 20), (10, 90)], ids=["in the prompt", "in the output"])
+@pytest.mark.parametrize(("length", "sent"), [
+    pytest.param(70, 20, id="in the prompt", marks=pytest.mark.soak), pytest.param(10, 90, id="in the output"),
+])  # fmt: skip
 def test_a_later_attempt_goes_on_where_the_first_was_lost(make, length: int, sent: int):
     """What is handed over ends in the prompt, or in what was sent already; gen goes on with the next token."""
     exact = exact_replay(make.ref.source.config).decoder
