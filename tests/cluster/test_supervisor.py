@@ -14,7 +14,7 @@ import pytest
 
 from tailrace.cluster.discovery import FileDirectory
 from tailrace.cluster.progress import PhaseLimits, Progress, ProgressStamp, verdict
-from tailrace.cluster.rank import ThreadDeaths
+from tailrace.cluster.rank import ThreadDeaths, set_thread_environment
 from tailrace.cluster.spec import RankSpec
 from tailrace.cluster.supervisor import Supervisor
 from tailrace.model.errors import ConfigError, WorkerError
@@ -271,3 +271,20 @@ def test_a_stamp_is_read_as_written():
 def test_a_worker_without_a_role_is_refused():
     with pytest.raises(ConfigError, match="role: '' is neither ctx nor gen"):
         RankSpec("", "w", "127.0.0.1", {}, "s" * 32)
+
+
+def test_a_torch_that_has_read_other_thread_settings_is_refused_and_one_that_has_read_these_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    pytest.importorskip("torch")
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(RuntimeError, match="has read other settings"):
+        set_thread_environment(3)
+    assert os.environ["OMP_NUM_THREADS"] == "0"
+    settings = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert set_thread_environment(3) == 3
+    with pytest.raises(RuntimeError):
+        set_thread_environment(2)
