@@ -354,9 +354,11 @@ class RouterState:
             shortlist.changed(boot)
 
     def refresh_shortlists(self) -> None:
-        """After each event, so that the next choice need not. Few workers are all looked at, and nobody asks."""
-        if len(self.workers) > MANY:
-            for shortlist in self.shortlists:
+        """After each event, so that the next choice need not. Few workers are all looked at, and nobody asks: then
+        only so that the names of the dead do not add up."""
+        many = len(self.workers) > MANY
+        for shortlist in self.shortlists:
+            if many or shortlist.num_changed > 2 * MANY:
                 shortlist.refresh()
 
     def _load(self, boot: str) -> tuple[float, int, str] | None:

@@ -56,6 +56,11 @@ class Shortlist:
         """What a policy looks at may have changed."""
         self._changed.add(boot)
 
+    @property
+    def num_changed(self) -> int:
+        """Those that are not in their places yet, the dead included."""
+        return len(self._changed)
+
     def refresh(self) -> None:
         """Put those that have changed in their places."""
         if not self._changed:

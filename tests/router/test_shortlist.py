@@ -235,3 +235,14 @@ class _Record:
 
     def __init__(self, place):
         self.place = place
+
+
+def test_of_few_workers_the_names_of_the_dead_do_not_add_up():
+    scene = Scene(max_backlog_s=1000.0)
+    scene.cluster(2, 1)
+    most = 0
+    for number in range(20 * MANY):
+        scene.state.load_changed(f"boot {number}")
+        scene.state.refresh_shortlists()
+        most = max(most, *(shortlist.num_changed for shortlist in scene.state.shortlists))
+    assert MANY < most <= 2 * MANY
